@@ -1,0 +1,49 @@
+"""HAP: make trained neural networks smaller and faster by Hessian-aware structured pruning with neural implants.
+
+groups = hap.trace(model, example)                                     # what can be removed, and what goes together
+scores = hap.score(model, groups, batches, loss, hap.HessianTrace())   # equation 6 of the paper, one value per unit
+plan = hap.plan(groups, scores, hap.Budget(flops=0.4), implant=hap.Pointwise(ratio=0.2))
+hap.apply_(model, plan, example=example)                               # physical, checked by running it
+hap.train(model, data, recipe)
+hap.save("pruned.safetensors", model, plan)
+"""
+
+from hap import data, models, recipes, rules
+from hap.checkpoint import load, read, save
+from hap.compensation import compensate_
+from hap.cost import cost
+from hap.errors import HapError
+from hap.exporting import export
+from hap.implants import DepthwiseSeparable, Implant, LowRank, Pointwise, SpatialLowRank
+from hap.latency import latency
+from hap.planning import Budget, Limits, plan
+from hap.plans import Plan, draft
+from hap.pruning import prune_
+from hap.recipes import Recipe
+from hap.scoring import (
+    L1,
+    OBD,
+    BNScale,
+    Criterion,
+    DiagonalFisher,
+    GeometricMedian,
+    HessianTrace,
+    Magnitude,
+    Random,
+    Reversed,
+    Scores,
+    Taylor,
+    score,
+)  # fmt: skip
+from hap.surgery import apply_
+from hap.tracing import trace
+from hap.training import evaluate, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GeometricMedian", "HapError",
+    "HessianTrace", "Implant", "Limits", "LowRank", "Magnitude", "Plan", "Pointwise", "Random", "Recipe", "Reversed",
+    "Scores", "SpatialLowRank", "Taylor", "apply_", "compensate_", "cost", "data", "draft", "evaluate", "export",
+    "latency", "load", "models", "plan", "prune_", "read", "recipes", "rules", "save", "score", "trace", "train",
+]  # fmt: skip

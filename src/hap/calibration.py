@@ -1,0 +1,101 @@
+"""Second moments of what enters a layer, gathered in one pass over calibration inputs, and what to solve with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.examples import call_arguments, evaluating
+
+RIDGE = 1e-6
+
+
+def inputs_of(batches: Iterable[Any] | None, labelled: bool = True) -> Iterator[Any]:
+    """The inputs of (input, target) batches; refuses an empty iterable."""
+    count = 0
+    for batch in batches or ():
+        count += 1
+        if labelled and not (isinstance(batch, tuple | list) and len(batch) == 2):
+            raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
+        yield batch[0] if labelled else batch
+    if not count:
+        raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
+
+
+@contextmanager
+def watching(model: nn.Module, watch: dict[str, Callable[[nn.Module, Tensor], None]]) -> Iterator[None]:
+    """Calls watch[name](module, input) whenever that module runs."""
+    modules = dict(model.named_modules())
+    hooks = [
+        modules[name].register_forward_pre_hook(lambda module, args, see=see: see(module, args[0]))
+        for name, see in watch.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def patches(module: nn.Module, x: Tensor) -> Tensor:
+    """What each output position of a layer sees: (positions, inputs * kernel area), in float64."""
+    if isinstance(module, nn.Linear):
+        return x.reshape(-1, x.shape[-1]).double()
+    assert isinstance(module, nn.Conv2d) and not isinstance(module.padding, str)
+    columns = F.unfold(x.double(), module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+    return columns.transpose(1, 2).flatten(0, 1)
+
+
+def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any], labelled: bool = True) -> dict[str, Tensor]:
+    """For each named convolution or linear layer the sum of x x^T over all positions, x as in `patches`."""
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str) -> Callable[[nn.Module, Tensor], None]:
+        def see(module: nn.Module, x: Tensor) -> None:
+            rows = patches(module, x)
+            sums[name] = sums[name].addmm_(rows.t(), rows) if name in sums else rows.t() @ rows
+
+        return see
+
+    with evaluating(model), torch.no_grad(), watching(model, {n: add(n) for n in names}):
+        for x in inputs_of(batches, labelled):
+            args, kwargs = call_arguments(x)
+            model(*args, **kwargs)
+    return sums
+
+
+def regress(weight: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
+    """The columns `keep` that best replace all of `weight` (rows, columns): W G[:, k] G[k, k]^-1, slightly damped.
+
+    This is equation 10 of the paper with the layer's Gauss-Newton block: W_k + W_p G_pk G_kk^-1.
+    """
+    square = gram[keep][:, keep]
+    damping = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    square = square + damping * torch.eye(len(keep), dtype=square.dtype, device=square.device)
+    right = (
+        gram[keep] @ weight.double().t() + damping * weight.double()[:, keep].t()
+    )  # the damping pulls to the old weights
+    return torch.linalg.solve(square, right).t()
+
+
+def pointwise_fits(model: nn.Module, wanted: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]],
+                   batches: Iterable[Any], labelled: bool) -> dict[str, Tensor]:  # fmt: skip
+    """Least-squares 1x1 kernels (rows, inputs) for the given rows of each convolution, from the inputs that stay."""
+    modules = dict(model.named_modules())
+    sums = grams(model, wanted, batches, labelled)
+    fits = {}
+    for name, (rows, inputs) in wanted.items():
+        conv = modules[name]
+        assert isinstance(conv, nn.Conv2d)
+        area = conv.kernel_size[0] * conv.kernel_size[1]
+        tap = (conv.kernel_size[0] - 1) // 2 * conv.kernel_size[1] + (conv.kernel_size[1] - 1) // 2
+        stay = torch.arange(conv.in_channels) if inputs is None else torch.tensor(inputs)
+        weight = conv.weight.detach()[list(rows)].flatten(1)
+        fits[name] = regress(weight, sums[name], (stay * area + tap).to(weight.device))
+    return fits

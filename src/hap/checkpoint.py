@@ -1,0 +1,144 @@
+"""save and load: one safetensors file with tensors, plan, recipe and metrics. Nothing in it can name code to run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.files import write_atomic
+from hap.plans import Plan
+from hap.surgery import check_fits, rebuild_
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint says of itself, without its tensors."""
+
+    format: int
+    plan: Plan | None
+    recipe: dict[str, Any] | None
+    metrics: dict[str, Any]
+    about: dict[str, Any]
+    aliases: dict[str, str]
+    shapes: dict[str, list[int]]
+
+
+def save(path: str | Path, model: nn.Module, plan: Plan | None = None, *, recipe: Any = None,
+         metrics: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None) -> Path:  # fmt: skip
+    """Write a model, and the plan that pruned it, to one file; returns the path.
+
+    The file is complete or not there: it is written under a temporary name and renamed.
+    """
+    path = Path(path)
+    tensors, aliases = _distinct(model.state_dict())
+    header = {
+        "format": FORMAT,
+        "plan": plan.to_dict() if plan is not None else None,
+        "recipe": recipe.to_dict() if hasattr(recipe, "to_dict") else recipe,
+        "metrics": dict(metrics or {}),
+        "about": dict(about or {}),
+        "aliases": aliases,
+    }
+    try:
+        text = json.dumps(header)
+    except TypeError as error:
+        raise HapError(f"recipe, metrics and about must be JSON: {error}") from error
+    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
+    return path
+
+
+def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once; names that share one are listed as aliases of the first."""
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    tensors, aliases = {}, {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors, aliases
+
+
+def read(path: str | Path) -> Checkpoint:
+    """What a checkpoint holds, without loading its tensors."""
+    with _opened(path) as file:
+        text = (file.metadata() or {}).get("hap")
+        shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if text is None:
+        raise HapError(f"{path} is a safetensors file, but not one that hap.save wrote")
+    header = json.loads(text)
+    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
+        raise HapError(
+            f"{path} has format {header.get('format')}; this version of HAP reads up to {FORMAT}. Upgrade HAP to load it."
+        )
+    plan = Plan.from_dict(header["plan"]) if header["plan"] is not None else None
+    return Checkpoint(
+        header["format"],
+        plan,
+        header["recipe"],
+        header["metrics"],
+        header["about"],
+        header["aliases"],
+        shapes,
+    )
+
+
+def load(path: str | Path, model: nn.Module) -> nn.Module:
+    """Fill a fresh dense model from a checkpoint: prune it as the plan says and load its weights; returns the model.
+
+    If anything does not fit, HapError is raised and the model is left as it was.
+    """
+    checkpoint = read(path)
+    if checkpoint.plan is not None:
+        try:
+            check_fits(model, checkpoint.plan)
+        except HapError as error:
+            raise HapError(f"{path} was saved from another model: {error}") from error
+        _compare(path, checkpoint, rebuild_(copy.deepcopy(model), checkpoint.plan))
+        rebuild_(model, checkpoint.plan)
+    else:
+        _compare(path, checkpoint, model)
+    with _opened(path) as file, torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            tensor.data.copy_(file.get_tensor(checkpoint.aliases.get(name, name)))
+    return model
+
+
+def _compare(path: str | Path, checkpoint: Checkpoint, model: nn.Module) -> None:
+    state = model.state_dict()
+    for name, tensor in state.items():
+        shape = checkpoint.shapes.get(checkpoint.aliases.get(name, name))
+        if shape is None:
+            raise HapError(f"{path} has no tensor {name!r}, which the model needs; was it saved from another model?")
+        if shape != list(tensor.shape):
+            raise HapError(
+                f"{path} was saved from another model: {name} has shape {shape} there and {list(tensor.shape)} here"
+            )
+    if extra := [n for n in checkpoint.shapes if n not in state]:
+        raise HapError(f"{path} was saved from another model: it holds {extra[0]!r}, which this one does not have")
+
+
+def _opened(path: str | Path) -> Any:
+    path = Path(path)
+    if not path.is_file():
+        raise HapError(f"there is no file {path}")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise HapError(
+            f"{path} cannot be read: {error}. It is truncated, damaged or not a checkpoint of HAP."
+        ) from error

@@ -1,0 +1,123 @@
+"""Cost: parameters and multiply-adds, counted on a running model and predicted for a plan. The two agree exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hap.examples import run
+from hap.groups import Bools, Groups
+from hap.implants import Implant
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`params`: trainable and frozen parameters; `macs`: multiply-adds on the example; `channels`: units left."""
+
+    params: int
+    macs: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a model costs on an example.
+
+    `macs` counts one per multiply-add of convolutions, linear layers, matrix products and attention, for the whole
+    example (its batch included). `by_module` gives macs by qualified name; `uncounted` the operators that ran
+    without being counted, with how often.
+    """
+
+    params: int
+    macs: int
+    by_module: dict[str, int]
+    uncounted: dict[str, int]
+
+
+class _Counter(FlopCounterMode):
+    """Torch's counter, also noting the operators that it passes over. Pure views move no data and are not noted."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.uncounted: dict[str, int] = {}
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if func_packet not in self.flop_registry:
+            overloads = [getattr(func_packet, name) for name in func_packet.overloads()]
+            if (
+                not all(getattr(o, "is_view", False) for o in overloads)
+                and func_packet._qualified_op_name != "aten::detach"
+            ):
+                name = func_packet._qualified_op_name
+                self.uncounted[name] = self.uncounted.get(name, 0) + 1
+        return super()._count_flops(func_packet, out, args, kwargs)
+
+
+def cost(model: nn.Module, example: Any) -> Count:
+    """Count parameters and multiply-adds by running the model once on the example."""
+    counter = _Counter()
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        run(model, example)
+    root = type(model).__name__
+    by_module = {}
+    for name, flops in counter.get_flop_counts().items():
+        if name not in ("Global", root):
+            by_module[name.removeprefix(f"{root}.")] = sum(flops.values()) // 2
+    params = sum(p.numel() for p in model.parameters())
+    return Count(params, counter.get_total_flops() // 2, by_module, counter.uncounted)
+
+
+class CostModel:
+    """The cost of any choice of units, from the traced sizes alone: every tensor is a product of axis lengths."""
+
+    def __init__(self, groups: Groups, implant: Implant | None = None):
+        self.groups, self.implant = groups, implant
+        keys = list(groups.axes)
+        self._classes = np.concatenate([np.zeros(1, np.int64), *(groups.axes[k] for k in keys)])
+        self._starts = np.cumsum([1, *(len(groups.axes[k]) for k in keys[:-1])]) if keys else np.zeros(0, np.int64)
+        self._slot = {key: i for i, key in enumerate(keys)}
+        self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
+        self._fixed = {
+            name: int(np.prod([s for d, s in enumerate(shape) if (name, d) not in groups.axes], dtype=np.int64))
+            for name, shape in groups.shapes.items()
+        }
+        self._axes_of: dict[str, list[int]] = {name: [] for name in groups.shapes}
+        for (name, _), i in self._slot.items():
+            self._axes_of[name].append(i)
+
+    def __call__(self, kept: Bools, grafted: Bools) -> Cost:
+        """`kept` and `grafted` mark classes; a grafted class is also kept."""
+        live = self.groups.alive(kept)
+        lengths = self._lengths(live)
+        sizes = {n: self._fixed[n] * int(np.prod(lengths[a], dtype=np.int64)) for n, a in self._axes_of.items()}
+        macs = {t.weight: 0 for t in self.groups.terms}
+        for term in self.groups.terms:
+            macs[term.weight] += term.positions * sizes[term.weight]
+        params, total = sum(sizes[n] for n in self.groups.trainable), sum(macs.values())
+        if self.implant is not None and grafted.any():
+            more_params, more_macs = self._implants(self._lengths(grafted), lengths)
+            params, total = params + more_params, total + more_macs
+        return Cost(params, total, int(live[self._units].sum()))
+
+    def _lengths(self, marked: Bools) -> Any:
+        if not len(self._starts):
+            return np.zeros(0, dtype=np.int64)
+        return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)
+
+    def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int]:
+        """What implants add, less the rows that they replace."""
+        params = macs = 0
+        assert self.implant is not None
+        for weight, site in self.groups.sites.items():
+            rows = int(grafted[self._slot[weight, 0]])
+            if rows and site.area > 1:
+                inputs = int(lengths[self._slot[weight, 1]])
+                replaced = rows * inputs * site.area
+                params += self.implant.params(site, inputs, rows) - replaced
+                macs += self.implant.macs(site, inputs, rows) - replaced * site.batch * int(np.prod(site.out_size))
+        return params, macs

@@ -1,0 +1,77 @@
+"""Example inputs: how a model is called with them, how they are described in a file, and eval mode around a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import HapError
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode restored after."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments: a tensor is one argument, a tuple several, a dict keywords."""
+    if isinstance(example, dict):
+        return (), example
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise HapError(
+        f"example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
+
+
+def run(model: nn.Module, example: Any) -> Any:
+    """The model's output on an example, in eval mode and without a graph."""
+    args, kwargs = call_arguments(example)
+    with evaluating(model), torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def describe(example: Any) -> Any:
+    """The example without its values, as JSON: enough to make another one like it."""
+    if isinstance(example, Tensor):
+        below = int(example.max()) + 1 if not example.is_floating_point() and example.numel() else None
+        return {
+            "shape": list(example.shape),
+            "dtype": str(example.dtype).removeprefix("torch."),
+            "below": below,
+        }
+    if isinstance(example, dict):
+        return {"dict": {key: describe(value) for key, value in example.items()}}
+    if isinstance(example, tuple | list):
+        return {"tuple": [describe(value) for value in example]}
+    return {"value": example if isinstance(example, int | float | str | None) else None}
+
+
+def imagine(description: Any, device: torch.device | None = None) -> Any:
+    """An example that fits a description: normal numbers, or integers below the largest one seen. Seeded."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(d: dict[str, Any]) -> Any:
+        if "shape" in d:
+            dtype = getattr(torch, d["dtype"])
+            if d["below"] is None:
+                return torch.randn(d["shape"], generator=generator).to(device, dtype)
+            return torch.randint(0, max(d["below"], 1), d["shape"], generator=generator).to(device, dtype)
+        if "dict" in d:
+            return {key: make(value) for key, value in d["dict"].items()}
+        return tuple(make(value) for value in d["tuple"]) if "tuple" in d else d["value"]
+
+    return make(description)

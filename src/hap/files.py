@@ -1,0 +1,54 @@
+"""Writing files so that a reader, or a run cut short, never sees half of one."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hap.errors import HapError
+
+
+def write_atomic(path: str | Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, then put it in place in one step.
+
+    Missing folders are made. When `write` fails, an older file at `path` stays as it was.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Write `obj` as indented JSON, atomically. Not-a-number and infinity are refused: they are not JSON."""
+    text = json.dumps(obj, indent=2, allow_nan=False) + "\n"
+    write_atomic(path, lambda temporary: _write_text(temporary, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _umask() -> int:
+    # The mask can only be read by setting it; mkstemp's private mode would surprise whoever shares the file.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _unwritable(path: Path, error: OSError) -> HapError:
+    return HapError(f"cannot write {path}: {error.strerror or error}; choose a path in a folder you may write to")

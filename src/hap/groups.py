@@ -1,0 +1,165 @@
+"""What a trace finds: which indices of which parameters live and die together.
+
+Every index of every parameter axis belongs to a *class*, an integer. Class 0 is never removed. All indices of a
+class share one fate. A class that some convolution or linear layer computes is a *unit*; units on the same axis form
+a *group*. In `union` coupling a unit may feed a *stream* class, which lives as long as any unit that feeds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A weight that computes units: index i of axis `dim` of `weight` belongs to unit `unit[i]` (-1: to none)."""
+
+    weight: str
+    dim: int
+    unit: Ints
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that live on one axis. `classes[u]` is the class of unit u; `consumers` are the axes that read them."""
+
+    name: str
+    classes: Ints
+    producers: tuple[Producer, ...]
+    consumers: tuple[tuple[str, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A contraction: `positions` multiply-adds for every element of `weight` (batch x output positions)."""
+
+    weight: str
+    positions: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """A convolution as an implant sees it. Sizes are in elements, `batch` is the example's."""
+
+    module: str
+    weight: str
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    in_size: tuple[int, ...]
+    out_size: tuple[int, ...]
+    batch: int
+
+    @property
+    def area(self) -> int:
+        return math.prod(self.kernel)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """In `union` coupling: the output channels of `module` (classes `narrow`) are spread over a stream (`wide`)."""
+
+    module: str
+    narrow: Ints
+    wide: Ints
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Something that may not be removed, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Groups(Mapping[str, Group]):
+    """The result of `hap.trace`: groups by name, plus all that planning and surgery need to know.
+
+    `axes[(parameter, dim)]` holds one class per index; `feeds[c]` is the stream class that class c feeds (0: none);
+    `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so that removing them changes the others.
+    """
+
+    coupling: str
+    groups: dict[str, Group]
+    axes: dict[tuple[str, int], Ints]
+    feeds: Ints
+    shapes: dict[str, tuple[int, ...]]
+    trainable: frozenset[str]
+    terms: tuple[Term, ...]
+    sites: dict[str, Site]
+    scatters: tuple[Scatter, ...]
+    scales: tuple[str, ...]
+    spanned: frozenset[int]
+    frozen: tuple[Frozen, ...]
+    curved: str | None
+    """The first operator that makes the network more than piecewise linear in one weight, or None."""
+    example: Any = field(default=None, repr=False)
+    """A JSON description of the example's tensors, so that a plan can be checked without it."""
+
+    def __getitem__(self, name: str) -> Group:
+        return self.groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def units(self) -> int:
+        return sum(len(g) for g in self.groups.values())
+
+    def alive(self, kept: Bools) -> Bools:
+        """Which classes live when the units marked in `kept` (bool per class) do."""
+        live = kept.copy()
+        live[self.feeds[kept]] = True
+        live[0] = True
+        return live
+
+    def all_kept(self) -> Bools:
+        """A marking with every unit kept. Classes without a unit of their own (pure streams) stay unmarked."""
+        kept = np.zeros(len(self.feeds), dtype=bool)
+        kept[0] = True
+        for group in self.groups.values():
+            kept[group.classes] = True
+        return kept
+
+    def __str__(self) -> str:
+        width = max((len(n) for n in self.groups), default=5)
+        lines = [f"{self.units} units in {len(self)} groups, {self.coupling} coupling"]
+        for g in self.groups.values():
+            others = [p.weight for p in g.producers[1:]]
+            reads = ", ".join(sorted({c for c, _ in g.consumers}))
+            also = f"  with {', '.join(others)}" if others else ""
+            lines.append(f"  {g.name:<{width}}  {len(g):>5} units{also}  read by {reads or 'nothing'}")
+        lines += [f"  frozen: {f.what} ({f.why})" for f in self.frozen]
+        return "\n".join(lines)
+
+
+def components(count: int, a: Ints, b: Ints) -> Ints:
+    """Connected components of the graph with edges a[i]-b[i]: the smallest member of each node's component.
+
+    Minimum propagation with pointer jumping, vectorised: logarithmically many passes on the graphs that occur.
+    """
+    root = np.arange(count)
+    while True:
+        low, high = np.minimum(root[a], root[b]), np.maximum(root[a], root[b])
+        if np.array_equal(low, high):
+            return root
+        np.minimum.at(root, high, low)
+        while not np.array_equal(root, jumped := root[root]):
+            root = jumped

@@ -1,0 +1,38 @@
+"""Implants: cheaper stand-ins for k x k output channels. A new kind is one file here and one line in KINDS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hap.errors import HapError
+from hap.implants.base import Implant, ImplantModule
+from hap.implants.pointwise import LowRank, Pointwise
+from hap.implants.separable import DepthwiseSeparable
+from hap.implants.spatial import SpatialLowRank
+
+KINDS: dict[str, type[Implant]] = {k.__name__: k for k in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank)}
+
+__all__ = [
+    "KINDS", "DepthwiseSeparable", "Implant", "ImplantModule", "LowRank", "Pointwise", "SpatialLowRank",
+    "as_implant", "implant_from_dict",
+]  # fmt: skip
+
+
+def implant_from_dict(values: dict[str, Any]) -> Implant:
+    """The inverse of `Implant.to_dict`. Only the kinds listed here can be named."""
+    fields = dict(values)
+    kind = fields.pop("kind", None)
+    if kind not in KINDS:
+        raise HapError(f"implant kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    return KINDS[kind](**fields)
+
+
+def as_implant(value: Implant | float | str | None) -> Implant | None:
+    """An implant, a ratio (a `Pointwise` with that ratio), a kind's name, or None."""
+    if value is None or isinstance(value, Implant):
+        return value
+    if isinstance(value, str):
+        return implant_from_dict({"kind": value})
+    if isinstance(value, int | float):
+        return Pointwise(ratio=float(value)) if value else None
+    raise HapError(f"implant is {value!r}; expected hap.Pointwise(...), another implant, a ratio such as 0.2, or None")

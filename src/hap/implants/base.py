@@ -1,0 +1,80 @@
+"""What every implant kind can do. Planning asks what it costs, surgery asks it to build the module."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.groups import Site
+
+
+class ImplantModule(nn.Module):
+    """Computes some output channels of a convolution from its input, with the same output size."""
+
+    def kernel(self) -> Tensor:
+        """The k x k convolution weight (rows, inputs, *kernel) that computes the same thing."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which kernel it equals")
+
+    @property
+    def bias_values(self) -> Tensor | None:
+        raise NotImplementedError(f"{type(self).__name__} does not tell its bias")
+
+
+@dataclass(frozen=True)
+class Implant(ABC):
+    """Which share of the units to be removed is replaced instead, and by what."""
+
+    ratio: float = 0.2
+    init: str = "lstsq"
+
+    blind: ClassVar[bool] = False
+    """A blind implant is placed without looking at the scores: the paper's control."""
+    inits: ClassVar[tuple[str, ...]] = ("lstsq",)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise HapError(
+                f"implant ratio is {self.ratio}; expected a share of the removed units, above 0 and at most 1"
+            )
+        if self.init not in self.inits:
+            raise HapError(f"init is {self.init!r}; {type(self).__name__} knows {', '.join(map(repr, self.inits))}")
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether `build` wants calibration inputs."""
+        return False
+
+    @abstractmethod
+    def params(self, site: Site, inputs: int, rows: int) -> int:
+        """Parameters (without biases) of an implant that computes `rows` channels from `inputs` channels."""
+
+    @abstractmethod
+    def macs(self, site: Site, inputs: int, rows: int) -> int:
+        """Multiply-adds of the same on the traced example."""
+
+    @abstractmethod
+    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+        """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs), see `Pointwise`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__} | dataclasses.asdict(self)
+
+
+def tap_padding(site: Site, taps: tuple[int, int]) -> list[int]:
+    """Padding (left, right, top, bottom; negative crops) that lets one tap of the kernel act as a 1x1 convolution."""
+    sides = []
+    for axis in (1, 0):
+        before = site.padding[axis] - site.dilation[axis] * taps[axis]
+        after = site.padding[axis] - site.dilation[axis] * (site.kernel[axis] - 1 - taps[axis])
+        sides += [before, after]
+    return sides
+
+
+def pad(x: Tensor, sides: list[int]) -> Tensor:
+    return F.pad(x, sides) if any(sides) else x

@@ -1,0 +1,59 @@
+"""A depthwise k x k convolution followed by a 1x1 one, in place of k x k channels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hap.groups import Site
+from hap.implants.base import Implant, ImplantModule
+
+
+class SeparableImplant(ImplantModule):
+    def __init__(self, site: Site, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None):
+        super().__init__()
+        inputs, rows = depthwise.shape[0], pointwise.shape[0]
+        self.depthwise = nn.Conv2d(
+            inputs, inputs, site.kernel, site.stride, site.padding, site.dilation, groups=inputs, bias=False
+        )  # type: ignore[arg-type]
+        self.pointwise = nn.Conv2d(inputs, rows, 1, bias=bias is not None)
+        self.depthwise.weight.data = depthwise[:, None].clone()
+        self.pointwise.weight.data = pointwise[:, :, None, None].clone()
+        if bias is not None:
+            assert self.pointwise.bias is not None
+            self.pointwise.bias.data = bias.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pointwise(self.depthwise(x))
+
+    def kernel(self) -> Tensor:
+        return (self.pointwise.weight * self.depthwise.weight[:, 0]).detach()
+
+    @property
+    def bias_values(self) -> Tensor | None:
+        return self.pointwise.bias
+
+
+@dataclass(frozen=True)
+class DepthwiseSeparable(Implant):
+    """One spatial filter per input channel, shared by all implanted channels of a layer. Starts at the best such fit
+    of the replaced kernels: a rank-1 decomposition per input channel."""
+
+    init: str = "svd"
+
+    inits: ClassVar[tuple[str, ...]] = ("svd",)
+
+    def params(self, site: Site, inputs: int, rows: int) -> int:
+        return inputs * site.area + rows * inputs
+
+    def macs(self, site: Site, inputs: int, rows: int) -> int:
+        return self.params(site, inputs, rows) * site.batch * math.prod(site.out_size)
+
+    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+        u, s, vh = torch.linalg.svd(weight.flatten(2).transpose(0, 1), full_matrices=False)  # inputs, rows, area
+        depthwise = (vh[:, 0] * s[:, :1].sqrt()).view(-1, *site.kernel)
+        return SeparableImplant(site, depthwise, (u[:, :, 0] * s[:, :1].sqrt()).t(), bias)

@@ -1,0 +1,76 @@
+"""A k x 1 convolution to a few channels followed by a 1 x k one: low rank over space."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.groups import Site
+from hap.implants.base import Implant, ImplantModule
+
+
+class SpatialImplant(ImplantModule):
+    def __init__(self, site: Site, vertical: Tensor, horizontal: Tensor, bias: Tensor | None):
+        super().__init__()
+        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = site.kernel, site.stride, site.padding, site.dilation
+        rank, inputs, rows = vertical.shape[0], vertical.shape[1], horizontal.shape[0]
+        self.vertical = nn.Conv2d(inputs, rank, (kh, 1), (sh, 1), (ph, 0), (dh, 1), bias=False)
+        self.horizontal = nn.Conv2d(rank, rows, (1, kw), (1, sw), (0, pw), (1, dw), bias=bias is not None)
+        self.vertical.weight.data = vertical[..., None].clone()
+        self.horizontal.weight.data = horizontal[:, :, None].clone()
+        if bias is not None:
+            assert self.horizontal.bias is not None
+            self.horizontal.bias.data = bias.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.horizontal(self.vertical(x))
+
+    def kernel(self) -> Tensor:
+        vertical, horizontal = self.vertical.weight[..., 0], self.horizontal.weight[:, :, 0]
+        return torch.einsum("rik,orl->oikl", vertical, horizontal).detach()
+
+    @property
+    def bias_values(self) -> Tensor | None:
+        return self.horizontal.bias
+
+
+@dataclass(frozen=True)
+class SpatialLowRank(Implant):
+    """Rank `rank` over space, shared by all implanted channels of a layer. Starts at the truncated SVD of the kernels."""
+
+    init: str = "svd"
+    rank: int = 2
+
+    inits: ClassVar[tuple[str, ...]] = ("svd",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise HapError(f"rank is {self.rank}; expected at least 1")
+
+    def _rank(self, site: Site, inputs: int, rows: int) -> int:
+        return min(self.rank, inputs * site.kernel[0], rows * site.kernel[1])
+
+    def params(self, site: Site, inputs: int, rows: int) -> int:
+        rank = self._rank(site, inputs, rows)
+        return rank * inputs * site.kernel[0] + rows * rank * site.kernel[1]
+
+    def macs(self, site: Site, inputs: int, rows: int) -> int:
+        rank, (high, wide) = self._rank(site, inputs, rows), site.out_size
+        padded = site.in_size[1]
+        first = rank * inputs * site.kernel[0] * high * padded
+        return site.batch * (first + rows * rank * site.kernel[1] * math.prod((high, wide)))
+
+    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+        rows, inputs, kh, kw = weight.shape
+        u, s, vh = torch.linalg.svd(weight.permute(1, 2, 0, 3).reshape(inputs * kh, rows * kw), full_matrices=False)
+        rank = self._rank(site, inputs, rows)
+        scale = s[:rank].sqrt()
+        vertical = (u[:, :rank] * scale).t().reshape(rank, inputs, kh)
+        horizontal = (scale[:, None] * vh[:rank]).view(rank, rows, kw).transpose(0, 1)
+        return SpatialImplant(site, vertical, horizontal, bias)

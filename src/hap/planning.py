@@ -1,0 +1,241 @@
+"""plan: scores and a budget -> a plan. Pure: nothing here touches a model."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hap.cost import Cost, CostModel
+from hap.errors import HapError
+from hap.groups import Bools, Groups, Ints
+from hap.implants import Implant, as_implant
+from hap.plans import Plan, assemble
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be left, as a fraction of the dense model. Exactly one of:
+
+    `params`: parameters; `flops`: multiply-adds of convolutions and linear layers; `channels`: units.
+    """
+
+    params: float | None = None
+    flops: float | None = None
+    channels: float | None = None
+    latency: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {k: v for k, v in vars(self).items() if v is not None}
+        if len(given) != 1:
+            said = ", ".join(f"{k}={v}" for k, v in given.items()) or "nothing"
+            raise HapError(f"the budget says {said}; expected exactly one of params=, flops=, channels=")
+        if self.latency is not None:
+            raise HapError("budgets on measured latency are not supported yet; use flops= and measure with hap.latency")
+        (kind, value), *_ = given.items()
+        if not isinstance(value, int | float) or not 0 < value <= 1:
+            raise HapError(f"{kind}={value}; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4")
+
+    @property
+    def kind(self) -> str:
+        return next(k for k, v in vars(self).items() if v is not None)
+
+    @property
+    def fraction(self) -> float:
+        return float(getattr(self, self.kind))
+
+    def of(self, cost: Cost) -> int:
+        return {"params": cost.params, "flops": cost.macs, "channels": cost.channels}[self.kind]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a plan may go: at most `per_layer` of a group is removed, at least `minimum` units stay, the number that
+    stay is a multiple of `round_to` (or all of them), and groups that match a pattern in `leave` are not touched."""
+
+    per_layer: float = 0.95
+    minimum: int = 1
+    round_to: int = 1
+    leave: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.per_layer <= 1:
+            raise HapError(f"per_layer={self.per_layer}; expected a fraction between 0 and 1")
+        if self.minimum < 1 or self.round_to < 1:
+            raise HapError(f"minimum={self.minimum}, round_to={self.round_to}; expected at least 1 for both")
+
+    def removable(self, name: str, units: int) -> int:
+        """How many of a group's units may go."""
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.leave):
+            return 0
+        return max(0, min(math.floor(units * self.per_layer), units - self.minimum))
+
+
+def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | float | None = None,
+         limits: Limits = Limits(), *, per_cost: bool = False) -> Plan:  # fmt: skip # noqa: B008
+    """Choose what to keep, implant and remove so that the budget is met.
+
+    Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score.
+    The result is never above the budget, and keeping any one unit more would be.
+    """
+    search = _Search(groups, scores, budget, as_implant(implant), limits, per_cost)
+    removed = search.bisect()
+    kept, grafted = search.fill(*search.marking(removed))
+    return assemble(groups, kept, grafted, search.implant)
+
+
+class _Search:
+    """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first."""
+
+    def __init__(self, groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | None,
+                 limits: Limits, per_cost: bool):  # fmt: skip
+        self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
+        self.cost = CostModel(groups, implant)
+        if not len(groups):
+            raise HapError("nothing in this model can be removed; print(groups) says why")
+        names = list(groups)
+        values = _checked(groups, scores)
+        self.classes = np.concatenate([groups[n].classes for n in names])
+        self.group = np.repeat(np.arange(len(names)), [len(groups[n]) for n in names])
+        self.full = groups.all_kept()
+        self.nothing = np.zeros_like(self.full)
+        self.dense = budget.of(self.cost(self.full, self.nothing))
+        self.target = budget.fraction * self.dense
+        self.rank = np.concatenate([values[n] for n in names])
+        if implant is not None and implant.blind:
+            self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
+        if per_cost:
+            self.rank = self.rank / self._saved()
+        self.eligible = _eligible(groups)[self.classes]
+        self.order = self._removal_order(names)
+
+    def _saved(self) -> NDArray[np.float64]:
+        """What removing one unit saves on the dense model; equal within a group."""
+        saved = np.ones(len(self.classes))
+        for g in np.unique(self.group):
+            members = np.flatnonzero(self.group == g)
+            kept = self.full.copy()
+            kept[self.classes[members[0]]] = False
+            saved[members] = max(self.dense - self.budget.of(self.cost(kept, self.nothing)), 1)
+        return saved
+
+    def _removal_order(self, names: list[str]) -> Ints:
+        order = np.argsort(self.rank, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        removable = np.zeros(len(order), dtype=bool)
+        for g, name in enumerate(names):
+            members = np.flatnonzero(self.group == g)
+            worst_first = members[np.argsort(place[members])]
+            removable[worst_first[: self.limits.removable(name, len(members))]] = True
+        return order[removable[order]]
+
+    def marking(self, count: int) -> tuple[Bools, Bools]:
+        """The classes kept (implants included) and implanted when the first `count` units of the order go."""
+        gone = self._rounded(self.order[:count])
+        stand_ins = gone[:0]
+        if self.implant is not None:
+            able = gone[self.eligible[gone]]
+            stand_ins = able[len(able) - round(self.implant.ratio * len(able)) :]
+        kept, grafted = self.full.copy(), self.nothing.copy()
+        kept[self.classes[gone]] = False
+        kept[self.classes[stand_ins]] = grafted[self.classes[stand_ins]] = True
+        return kept, grafted
+
+    def _rounded(self, gone: Ints) -> Ints:
+        """Give back the best of each group's removed units until what stays is a multiple of `round_to`."""
+        step = self.limits.round_to
+        if step == 1:
+            return gone
+        back = []
+        for g in np.unique(self.group[gone]):
+            members = gone[self.group[gone] == g]
+            stay = int((self.group == g).sum()) - len(members)
+            back.append(members[len(members) - min(-stay % step, len(members)) :])
+        return gone[~np.isin(gone, np.concatenate([gone[:0], *back]))]
+
+    def value(self, kept: Bools, grafted: Bools) -> int:
+        return self.budget.of(self.cost(kept, grafted))
+
+    def bisect(self) -> int:
+        """The smallest number of units to take from the order that meets the budget."""
+        least = self.value(*self.marking(len(self.order)))
+        if least > self.target:
+            raise HapError(
+                f"{self.budget.kind}={self.budget.fraction} cannot be reached: with these limits at least "
+                f"{least / self.dense:.4f} is left (rounded up: {math.ceil(least / self.dense * 1e4) / 1e4:.4f}). Ask for "
+                "more, raise Limits.per_layer, or look at print(groups) for what is frozen."
+            )
+        low, high = -1, len(self.order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.value(*self.marking(middle)) <= self.target else (middle, high)
+        return high
+
+    def fill(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+        """Keep what still fits, most sensitive first, so that no single unit more would.
+
+        Units of a group whose fate changes the same classes cost the same, and what does not fit once never will.
+        """
+        hopeless: set[tuple[int, bool, bool]] = set()
+        live = self.groups.alive(kept)
+        for unit in self.order[::-1]:
+            c = self.classes[unit]
+            if kept[c] and not grafted[c]:
+                continue
+            kind = (int(self.group[unit]), bool(grafted[c]), bool(live[self.groups.feeds[c]]))
+            block = self._block(unit, kept & ~grafted)
+            if kind in hopeless or block is None:
+                continue
+            more, fewer = kept.copy(), grafted.copy()
+            more[block], fewer[block] = True, False
+            if self.value(more, fewer) <= self.target:
+                kept, grafted, live = more, fewer, self.groups.alive(more)
+            else:
+                hopeless.add(kind)
+        return kept, grafted
+
+    def _block(self, unit: int, whole: Bools) -> Ints | None:
+        """The classes to give back together with this unit so that `round_to` still holds, or None if that cannot be."""
+        step = self.limits.round_to
+        if step == 1:
+            return self.classes[[unit]]
+        out = self.order[(self.group[self.order] == self.group[unit]) & ~whole[self.classes[self.order]]]
+        block = out[::-1][:step]
+        complete = len(block) == len(out) and len(out) == int(
+            (~whole[self.classes[self.group == self.group[unit]]]).sum()
+        )
+        return self.classes[block] if len(block) == step or complete else None
+
+
+def _eligible(groups: Groups) -> Bools:
+    """Classes whose k x k producers can all take an implant, and that have at least one."""
+    some, bad = np.zeros(len(groups.feeds), dtype=bool), np.zeros(len(groups.feeds), dtype=bool)
+    for group in groups.values():
+        for producer in group.producers:
+            shape = groups.shapes[producer.weight]
+            if math.prod(shape[2:]) > 1:
+                able = producer.weight in groups.sites
+                (some if able else bad)[groups.axes[producer.weight, producer.dim]] = True
+    some[0] = False
+    return some & ~bad
+
+
+def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
+    if missing := [n for n in groups if n not in scores]:
+        raise HapError(f"no scores for group {missing[0]!r}; score the same groups that are planned")
+    values = {}
+    for name, group in groups.items():
+        v = torch.as_tensor(scores[name]).detach().to("cpu", torch.float64).numpy()
+        if v.shape != (len(group),):
+            raise HapError(f"scores[{name!r}] has shape {v.shape}; expected ({len(group)},), one value per unit")
+        if not np.isfinite(v).all():
+            raise HapError(f"scores[{name!r}] holds {v[~np.isfinite(v)][0]}; scores must be finite")
+        values[name] = v
+    return values

@@ -1,0 +1,229 @@
+"""Plan: for every unit keep, implant or remove, and what that means for every parameter. A frozen value, JSON in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hap.cost import Cost, CostModel
+from hap.errors import HapError
+from hap.groups import Bools, Group, Groups, Ints
+from hap.implants import Implant, implant_from_dict
+
+Indices = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Keep these indices, in this order, of axis `dim` (of length `size`) of a parameter or buffer."""
+
+    name: str
+    dim: int
+    size: int
+    keep: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Graft:
+    """Rows of a convolution's weight that an implant computes instead.
+
+    The module's output is [remaining rows | implanted rows]; `order`, if not None, rearranges that.
+    """
+
+    module: str
+    weight: str
+    rows: tuple[int, ...]
+    order: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Widen:
+    """Channel i of the module's output becomes channel index[i] of a stream of `width` channels; the others are zero."""
+
+    module: str
+    index: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    kept: Indices
+    implanted: Indices
+    removed: Indices
+    coupling: str
+    cuts: tuple[Cut, ...]
+    grafts: tuple[Graft, ...]
+    widenings: tuple[Widen, ...]
+    implant: Implant | None
+    before: Cost
+    after: Cost
+    exact: bool
+    """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
+    example: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("cuts", "grafts", "widenings"):
+            values[name] = [dataclasses.asdict(item) for item in values[name]]
+        values["implant"] = self.implant.to_dict() if self.implant else None
+        values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        try:
+            known = {f.name for f in dataclasses.fields(cls)}
+            if set(values) != known:
+                raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
+            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen}
+            made = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
+            implant = implant_from_dict(values["implant"]) if values["implant"] else None
+            costs = {k: Cost(**values[k]) for k in ("before", "after")}
+            return cls(**{**values, **made, **costs, "implant": implant})
+        except (TypeError, KeyError, AttributeError, HapError) as error:
+            raise HapError(f"this is not a plan that this version of HAP wrote: {error}") from error
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise HapError(f"the plan is not valid JSON: {error}") from error
+
+    def __str__(self) -> str:
+        head = ("layer", "before", "kept", "implanted", "removed")
+        rows = [
+            (n, *map(str, (sum(map(len, parts)), *map(len, parts))))
+            for n in self.kept
+            for parts in [(self.kept[n], self.implanted[n], self.removed[n])]
+        ]
+        totals = [sum(int(r[i]) for r in rows) for i in range(1, 5)]
+        rows.append(("total", *map(str, totals)))
+        widths = [max(len(r[i]) for r in [head, *rows]) for i in range(5)]
+        lines = [
+            "  ".join([r[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True))])
+            for r in [head, *rows]
+        ]
+        return "\n".join(
+            [
+                *lines,
+                f"params {_change(self.before.params, self.after.params)}",
+                f"MACs   {_change(self.before.macs, self.after.macs)}",
+            ]
+        )
+
+
+def _change(before: int, after: int) -> str:
+    return f"{before:,} -> {after:,} ({after / before:.1%} left)" if before else "0"
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
+          implant: Implant | None = None) -> Plan:  # fmt: skip
+    """The plan that removes and implants these units and keeps all others. No budget, no limits."""
+    kept, grafted = groups.all_kept(), np.zeros(len(groups.feeds), dtype=bool)
+    for name, units in removed.items():
+        kept[groups[name].classes[list(units)]] = False
+    for name, units in (implanted or {}).items():
+        grafted[groups[name].classes[list(units)]] = True
+    return assemble(groups, kept, grafted, implant)
+
+
+def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None) -> Plan:
+    """Turn a marking of classes (kept, and of these implanted) into a plan."""
+    live = groups.alive(kept)
+    marks = {
+        n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
+    }
+    part = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
+    sorting = _Sorting(groups, grafted)
+    order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
+    grafts, rows_left = _grafts(groups, grafted, order)
+    cuts = []
+    for key, classes in groups.axes.items():
+        keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
+        if not np.array_equal(keep, np.arange(len(classes))):
+            cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
+    cost = CostModel(groups, implant)
+    nothing = np.zeros_like(kept)
+    gone = {int(c) for c in np.unique(np.concatenate([np.zeros(0, np.int64), *groups.axes.values()])) if not live[c]}
+    return Plan(
+        *part, coupling=groups.coupling, cuts=tuple(cuts), grafts=tuple(grafts),
+        widenings=tuple(_widenings(groups, live, sorting)), implant=implant if grafts else None,
+        before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
+        exact=not (groups.spanned & gone), example=groups.example,
+    )  # fmt: skip
+
+
+class _Sorting:
+    """In which order the surviving indices of an axis stand.
+
+    A group with implants comes as [kept | implanted] wherever each axis holds its units whole and in order, so that
+    no gather is needed at run time; all others keep their natural order.
+    """
+
+    def __init__(self, groups: Groups, grafted: Bools):
+        self.grafted = grafted
+        self.movable = np.zeros(len(grafted), dtype=bool)
+        for group in groups.values():
+            if grafted[group.classes].any() and all(_in_blocks(group, c) for c in groups.axes.values()):
+                self.movable[group.classes] = True
+        self.block = np.zeros(len(grafted), dtype=np.int64)
+        for number, group in enumerate(groups.values(), 1):
+            self.block[group.classes] = number
+
+    def order(self, classes: Ints, live: Bools) -> Ints:
+        block = self.block[classes]
+        run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
+        late = self.grafted[classes] & self.movable[classes]
+        positions = np.lexsort((np.arange(len(classes)), late, run))
+        return positions[live[classes[positions]]]
+
+
+def _in_blocks(group: Group, classes: Ints) -> bool:
+    """Whether the group's units stand on this axis in whole blocks, each u0..uN in order, evenly repeated (flattened maps)."""
+    inside = np.isin(classes, group.classes)
+    if not inside.any():
+        return True
+    starts = np.flatnonzero(np.diff(np.concatenate([[False], inside])) & inside)
+    ends = np.flatnonzero(np.diff(np.concatenate([inside, [False]])) & inside) + 1
+    for start, end in zip(starts, ends, strict=True):
+        repeat, rest = divmod(end - start, len(group.classes))
+        if rest or not np.array_equal(classes[start:end], np.repeat(group.classes, repeat)):
+            return False
+    return True
+
+
+def _grafts(groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]) -> tuple[list[Graft], dict[str, Ints]]:
+    """The implants, and the rows that stay in each weight and bias that gets one."""
+    grafts, rows_left = [], {}
+    for weight, site in groups.sites.items():
+        rows = order[weight, 0]
+        late = grafted[groups.axes[weight, 0][rows]]
+        if late.any() and site.area > 1:
+            mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
+            natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
+            grafts.append(Graft(site.module, weight, tuple(rows[late].tolist()), natural))
+            rows_left[weight] = rows[~late]
+            rows_left[f"{site.module}.bias" if site.module else "bias"] = rows[~late]
+    return grafts, rows_left
+
+
+def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:
+    for scatter in groups.scatters:
+        narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
+        place = {int(position): i for i, position in enumerate(wide)}
+        index = tuple(place[int(p)] for p in narrow)
+        if index != tuple(range(len(wide))):
+            yield Widen(scatter.module, index, len(wide))

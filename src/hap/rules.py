@@ -1,0 +1,476 @@
+"""One rule per kind of operator: how labels pass through it and which of them it joins.
+
+A rule takes the tracer and a graph node and returns the labels of the result: an int64 tensor with as many axes as
+the result, of size 1 along every axis where labels do not vary (a list of such tensors for several results).
+Operators without a rule freeze what they touch. To teach HAP a new operator: `hap.rules.RULES["myops::op"] = rule`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from hap.groups import Ints, Site
+
+if TYPE_CHECKING:
+    from hap.tracing import Tracer
+
+Rule = Callable[["Tracer", fx.Node], Any]
+RULES: dict[str, Rule] = {}
+
+POINTWISE = set(["dropout", "dropout_", "alpha_dropout", "feature_dropout", "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "relu6", "relu6_", "hardtanh", "hardtanh_", "celu", "celu_", "selu", "selu_", "elu", "elu_", "leaky_relu", "leaky_relu_", "softplus", "silu", "silu_", "mish", "mish_", "gelu", "clone", "contiguous", "detach", "detach_", "alias", "to", "_to_copy", "type_as", "float", "half", "bfloat16", "where", "masked_fill", "clamp", "clamp_"])  # fmt: skip
+STRUCTURAL = set(["view", "reshape", "_unsafe_view", "permute", "transpose", "t", "numpy_T", "swapaxes", "movedim", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "cat", "concat", "stack", "roll", "flip", "repeat", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "constant_pad_nd", "pad", "zero_pad2d", "tile", "repeat_interleave", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "view_as", "reshape_as"])  # fmt: skip
+SIZED = STRUCTURAL - set(
+    [
+        "permute",
+        "transpose",
+        "t",
+        "swapaxes",
+        "movedim",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "cat",
+        "concat",
+        "stack",
+        "flip",
+    ]
+)
+POOLING = set(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_bicubic2d", "upsample_trilinear3d", "lp_pool2d", "max_pool2d_with_indices", "reflection_pad1d", "reflection_pad2d", "replication_pad2d"])  # fmt: skip
+REDUCTIONS = set(
+    [
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "var",
+        "std",
+        "norm",
+        "linalg_vector_norm",
+        "prod",
+        "logsumexp",
+        "max",
+        "min",
+        "any",
+        "all",
+        "argmax",
+    ]
+)
+SOFTMAXES = set(["softmax", "log_softmax", "_softmax", "cumsum", "sort"])
+LINEAR_PIECES = set(["relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_", "leaky_relu", "leaky_relu_", "prelu", "_prelu_kernel", "threshold", "threshold_", "abs", "neg", "add", "add_", "sub", "sub_", "rsub", "clone", "contiguous", "detach", "alias", "to", "_to_copy", "dropout", "dropout_", "feature_dropout", "maximum", "minimum", "clamp", "clamp_", "clamp_min", "clamp_max", "float"])  # fmt: skip
+KEEP_ZERO = set(["relu", "relu_", "relu6", "relu6_", "leaky_relu", "leaky_relu_", "silu", "silu_", "gelu", "hardswish", "hardswish_", "mish", "tanh", "dropout", "dropout_", "contiguous", "clone", "alias", "detach"]) | {p for p in POOLING if "pad" not in p}  # fmt: skip
+CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
+TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys((f"aten::{n}" for n in names), function))
+        return function
+
+    return register
+
+
+def apply(tracer: Tracer, node: fx.Node) -> Any:
+    """The labels of a node's result, by its rule, or frozen if there is none."""
+    name = schema_name(node)
+    handler = RULES.get(name) or (pointwise if is_pointwise(node) else None)
+    if handler is None and any(varies(x) for x in _inputs(tracer, node)):
+        return freeze_all(tracer, node)
+    if handler is None:
+        return _plain(node.meta.get("val"))
+    if tracer.curved is None and not keeps_linear(tracer, node):
+        tracer.curved = short_name(node)
+    return handler(tracer, node)
+
+
+def schema_name(node: fx.Node) -> str:
+    """Such as `aten::conv2d`; `getitem` and other Python functions by their own name."""
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def short_name(node: fx.Node) -> str:
+    return schema_name(node).removeprefix("aten::")
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    return short_name(node) in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_sum(node: fx.Node) -> bool:
+    return short_name(node) in ("add", "add_", "sub", "sub_") and all(isinstance(a, fx.Node) for a in node.args[:2])
+
+
+def keeps_zero(node: fx.Node) -> bool:
+    """A function of one tensor that maps zero to zero, channel by channel."""
+    return node.op == "call_function" and short_name(node) in KEEP_ZERO
+
+
+def ends_branch(node: fx.Node) -> bool:
+    return node.op == "call_function" and short_name(node) in CONVOLUTIONS | TRANSPOSED | {"batch_norm"}
+
+
+def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
+    """Whether the result is piecewise linear in the activations that enter."""
+    name = short_name(node)
+    if name in LINEAR_PIECES | STRUCTURAL | POOLING | CONVOLUTIONS | TRANSPOSED | {
+        "linear",
+        "batch_norm",
+        "mean",
+        "sum",
+    }:
+        return True
+    if name == "getitem" or not any(
+        isinstance(a, fx.Node) and a not in tracer.parameters for a in node.all_input_nodes
+    ):
+        return True
+    if name in (
+        "mul",
+        "mul_",
+        "div",
+        "div_",
+    ):  # scaling by a number or a parameter is linear, a product of two activations is not
+        return sum(isinstance(a, fx.Node) and a not in tracer.parameters for a in node.args[:2]) < 2 and (
+            name.startswith("mul") or (isinstance(node.args[0], fx.Node) and node.args[0] not in tracer.parameters)
+        )
+    return not isinstance(node.meta.get("val"), Tensor | list | tuple)
+
+
+# ---- helpers ------------------------------------------------------------------------------------------------
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    return tuple(int(s) for s in node.meta["val"].shape)
+
+
+def varies(labels: Tensor) -> bool:
+    """Whether any label here could still be removed."""
+    return bool((labels != 0).any())
+
+
+def compress(labels: Tensor) -> Tensor:
+    """Size 1 along every axis where the labels do not vary."""
+    for dim in range(labels.ndim):
+        if labels.shape[dim] > 1 and bool((labels == labels.narrow(dim, 0, 1)).all()):
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def along(tracer: Tracer, node: fx.Node, dim: int) -> Ints:
+    """One label per index of axis `dim`. Labels that vary along other axes too are frozen."""
+    labels, size = tracer.labels(node), shape_of(node)[dim]
+    dim %= labels.ndim
+    if any(s > 1 for d, s in enumerate(labels.shape) if d != dim):
+        tracer.freeze(labels, short_name(node), f"its result is read along axis {dim} but cut along others")
+        return np.zeros(size, dtype=np.int64)
+    return labels.flatten().expand(size).numpy() if labels.numel() == 1 else labels.flatten().numpy()
+
+
+def spread(labels: Ints, ndim: int, dim: int) -> Tensor:
+    """One label per index of axis `dim` of a tensor with `ndim` axes."""
+    return torch.from_numpy(labels).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
+
+
+def freeze_all(tracer: Tracer, node: fx.Node, why: str = "no rule for this operator") -> Any:
+    for labels in _inputs(tracer, node):
+        tracer.freeze(labels, short_name(node), why)
+    return _plain(node.meta.get("val"))
+
+
+def _inputs(tracer: Tracer, node: fx.Node) -> list[Tensor]:
+    found = []
+    for a in node.all_input_nodes:
+        value = tracer.labels(a) if a in tracer.parameters or a in tracer.values else None
+        found += value if isinstance(value, list) else [value]
+    return [v for v in found if isinstance(v, Tensor)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return torch.zeros([1] * value.ndim, dtype=torch.int64) if isinstance(value, Tensor) else None
+
+
+# ---- the rules ----------------------------------------------------------------------------------------------
+
+
+def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
+    """Operands share labels position by position; an operand of size 1 along an axis has no say there."""
+    ndim = node.meta["val"].ndim
+    tensors = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
+    matrices = [a for a in tensors if (p := tracer.parameter(a)) and sum(s > 1 for s in tracer.shapes[p]) > 1]
+    operands = [a for a in tensors if a not in matrices]
+    if not operands:
+        return freeze_all(tracer, node, "parameters combined with each other")
+    result = _aligned(tracer.labels(operands[0]), ndim)
+    known = (1,) * (ndim - len(shape_of(operands[0]))) + shape_of(operands[0])
+    for other in operands[1:]:
+        labels = _aligned(tracer.labels(other), ndim)
+        shape = (1,) * (ndim - len(shape_of(other))) + shape_of(other)
+        if _has_say(result, shape) and _has_say(labels, known):
+            tracer.join(result.numpy(), labels.numpy())
+            first, second = torch.broadcast_tensors(result, labels)
+            result = compress(torch.where(first != 0, first, second))
+        else:  # one operand is stretched over the other's cut axis: it cannot be cut itself
+            result, stretched = (labels, result) if _has_say(result, shape) else (result, labels)
+            tracer.freeze(stretched, short_name(node), "stretched over an axis that is cut")
+        known = tuple(max(a, b) for a, b in zip(known, shape, strict=True))
+    for matrix in matrices:
+        _tie_matrix(tracer, tracer.parameters[matrix], result)
+    return result
+
+
+def _aligned(labels: Tensor, ndim: int) -> Tensor:
+    return labels.view((1,) * (ndim - labels.ndim) + tuple(labels.shape))
+
+
+def _has_say(labels: Tensor, other_shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of `other_shape` is as long as `labels` along some axis where those vary."""
+    return labels.numel() == 1 or any(s > 1 and o > 1 for s, o in zip(labels.shape, other_shape, strict=True))
+
+
+def _tie_matrix(tracer: Tracer, parameter: str, labels: Tensor) -> None:
+    """A parameter with several axes, added or multiplied in: cut it along the one axis where the labels vary."""
+    shape = tracer.shapes[parameter]
+    labels = labels.view(labels.shape[labels.ndim - len(shape) :]) if labels.ndim >= len(shape) else labels
+    varying = [d for d, s in enumerate(labels.shape) if s > 1]
+    if len(varying) == 1 and shape[varying[0]] == labels.numel():
+        tracer.tie(parameter, varying[0], labels.flatten().numpy(), "free")
+    elif varying and any(shape[d] > 1 for d in varying):
+        tracer.freeze(labels, parameter, "a parameter that would have to be cut along several axes")
+
+
+def structural(tracer: Tracer, node: fx.Node) -> Any:
+    """Run the operator itself on the labels."""
+    if not any(varies(x) for x in _inputs(tracer, node)):
+        return _plain(node.meta["val"])
+    if short_name(node) in SIZED:
+        tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
+
+    def full(a: fx.Node) -> Any:
+        value = tracer.labels(a) if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor) else None
+        return value.expand(shape_of(a)) if value is not None else a.meta.get("val")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), full)
+    try:
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, TypeError, NotImplementedError):
+        return freeze_all(tracer, node, "an operator that cannot run on labels")
+    return [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
+
+
+def pooling(tracer: Tracer, node: fx.Node) -> Any:
+    """Windows over space: channels pass, anything that varies over space may not be cut."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = node.meta["val"]
+    several = isinstance(value, list | tuple)
+    ndim = (value[0] if several else value).ndim
+    labels = tracer.labels(source)
+    spatial = 1 if "1d" in short_name(node) else 3 if "3d" in short_name(node) else 2
+    if any(s > 1 for s in labels.shape[-spatial:]):
+        return freeze_all(tracer, node, "pools over an axis that would be cut")
+    labels = labels.view(labels.shape[:ndim])
+    return [labels for _ in value] if several else labels
+
+
+def reduction(tracer: Tracer, node: fx.Node) -> Any:
+    """Sums and means: fine along axes that nobody cuts."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    labels, value = tracer.labels(source), node.meta["val"]
+    dims = next(
+        (
+            a
+            for a in (*node.args[1:], node.kwargs.get("dim"))
+            if isinstance(a, list | tuple | int) and not isinstance(a, bool)
+        ),
+        None,
+    )
+    reduced = range(labels.ndim) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    reduced = {d % max(labels.ndim, 1) for d in reduced}
+    if any(labels.shape[d] > 1 for d in reduced) or not isinstance(value, Tensor):
+        return freeze_all(tracer, node, "reduces over an axis that would be cut")
+    keep = value.ndim == labels.ndim
+    return labels if keep else labels.view([s for d, s in enumerate(labels.shape) if d not in reduced])
+
+
+def softmax(tracer: Tracer, node: fx.Node) -> Any:
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    labels = tracer.labels(source)
+    if labels.shape[dim] > 1:
+        return freeze_all(tracer, node, "normalises over an axis that would be cut")
+    return labels
+
+
+def getitem(tracer: Tracer, node: fx.Node) -> Any:
+    source, index = node.args
+    value = tracer.values[source]  # type: ignore[index]
+    return value[index] if isinstance(value, list) else _plain(node.meta.get("val"))
+
+
+@rule("linear")
+def linear(tracer: Tracer, node: fx.Node) -> Any:
+    x, weight_node, *rest = node.args
+    weight = tracer.parameter(weight_node)
+    assert isinstance(x, fx.Node)
+    if weight is None:
+        return freeze_all(tracer, node, "its weight is computed, not a parameter")
+    tracer.tie(weight, 1, along(tracer, x, -1), "in")
+    out = tracer.axis(weight, 0, "out")
+    _tie_bias(tracer, rest, out)
+    tracer.contraction(weight, math.prod(shape_of(x)[:-1]))
+    return spread(out, node.meta["val"].ndim, -1)
+
+
+@rule(*CONVOLUTIONS)
+def convolution(tracer: Tracer, node: fx.Node) -> Any:
+    """Weight: outputs x inputs per group x kernel."""
+    arguments = _arguments(node)
+    x, weight = arguments["input"], tracer.parameter(arguments["weight"])
+    if weight is None:
+        return freeze_all(tracer, node, "its weight is computed, not a parameter")
+    shape, groups = tracer.shapes[weight], arguments["groups"]
+    spatial = len(shape) - 2
+    inputs, outputs = along(tracer, x, -spatial - 1), tracer.axis(weight, 0, "out")
+    _tie_groups(tracer, inputs, outputs, groups, weight, 1)
+    _tie_bias(tracer, [arguments["bias"]], outputs)
+    out_size = shape_of(node)[-spatial:]
+    batch = math.prod(shape_of(x)[: -spatial - 1])
+    tracer.contraction(weight, batch * math.prod(out_size))
+    module = tracer.called_once(node)
+    padding = arguments["padding"]
+    if module is not None and groups == 1 and spatial == 2 and not isinstance(padding, str):
+        sizes = [_per_axis(arguments[key], spatial) for key in ("stride", "padding", "dilation")]
+        tracer.sites[weight] = Site(module, weight, shape[2:], *sizes, shape_of(x)[-spatial:], out_size, batch)
+    return spread(outputs, node.meta["val"].ndim, -spatial - 1)
+
+
+@rule(*TRANSPOSED)
+def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
+    """Weight: inputs x outputs per group x kernel."""
+    arguments = _arguments(node)
+    x, weight = arguments["input"], tracer.parameter(arguments["weight"])
+    if weight is None:
+        return freeze_all(tracer, node, "its weight is computed, not a parameter")
+    shape, groups = tracer.shapes[weight], arguments["groups"]
+    spatial = len(shape) - 2
+    inputs = along(tracer, x, -spatial - 1)
+    if groups == 1:
+        outputs = tracer.axis(weight, 1, "out")
+        tracer.tie(weight, 0, inputs, "in")
+    else:  # whole groups go, input and output channels with them
+        outputs = np.repeat(tracer.fresh(groups), shape[1])
+        tracer.join(inputs.reshape(groups, -1), outputs.reshape(groups, -1)[:, :1])
+        tracer.tie(weight, 0, inputs, "out")
+    _tie_bias(tracer, [arguments["bias"]], outputs)
+    tracer.contraction(weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
+    return spread(outputs, node.meta["val"].ndim, -spatial - 1)
+
+
+def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, weight: str, dim: int) -> None:
+    """Grouped convolutions must keep equal groups: whole groups go, or the same channels of each, whichever is finer."""
+    if groups == 1:
+        return tracer.tie(weight, dim, inputs, "in")
+    by_group = inputs.reshape(groups, -1)
+    if groups >= by_group.shape[1]:
+        tracer.join(by_group, by_group[:, :1])
+        return tracer.join(outputs.reshape(groups, -1), by_group[:, :1])
+    tracer.join(by_group, by_group[:1])
+    tracer.join(outputs.reshape(groups, -1), outputs.reshape(groups, -1)[:1])
+    return tracer.tie(weight, dim, by_group[0], "in")
+
+
+@rule("batch_norm", "instance_norm")
+def channel_norm(tracer: Tracer, node: fx.Node) -> Any:
+    """Normalises every channel by itself."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    if (scale := tracer.parameter(node.args[1])) is not None:
+        tracer.scales.append(scale)
+    return _tie_affine(tracer, x, node.args[1:5], 1)
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(tracer: Tracer, node: fx.Node) -> Any:
+    """Normalises over the last axes: they can be cut, but what is left changes with it."""
+    x, normalized = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(normalized, list | tuple)
+    labels = tracer.labels(x)
+    if len(normalized) > 1 and any(s > 1 for s in labels.shape[-len(normalized) :]):
+        return freeze_all(tracer, node, "normalises over several axes")
+    if labels.shape[-1] > 1:
+        tracer.spanned.append(np.unique(labels.numpy()))
+    return _tie_affine(tracer, x, node.args[2:4], -1)
+
+
+@rule("group_norm")
+def group_norm(tracer: Tracer, node: fx.Node) -> Any:
+    """Whole groups go, or the same channels of each, whichever is finer; only the former leaves the rest unchanged."""
+    x, groups = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(groups, int)
+    by_group = along(tracer, x, 1).reshape(groups, -1)
+    if groups >= by_group.shape[1]:
+        tracer.join(by_group, by_group[:, :1])
+    else:
+        tracer.join(by_group, by_group[:1])
+        tracer.spanned.append(by_group.ravel())
+    return _tie_affine(tracer, x, node.args[2:4], 1)
+
+
+@rule("prelu")
+def prelu(tracer: Tracer, node: fx.Node) -> Any:
+    x, weight = node.args
+    assert isinstance(x, fx.Node)
+    if shape_of(weight) == (1,):  # type: ignore[arg-type]
+        return tracer.labels(x)
+    return _tie_affine(tracer, x, [weight], 1)
+
+
+def _tie_affine(tracer: Tracer, x: fx.Node, vectors: Any, dim: int) -> Tensor:
+    """Vectors that scale or shift axis `dim` of x are cut with it."""
+    labels = along(tracer, x, dim)
+    for vector in vectors:
+        if isinstance(vector, fx.Node):
+            name = tracer.parameter(vector)
+            if name is None:
+                tracer.freeze(labels, short_name(vector), "normalises with computed values")
+            else:
+                tracer.tie(name, 0, labels, "free")
+    return spread(labels, len(shape_of(x)), dim)
+
+
+def _tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:
+    if rest and isinstance(rest[0], fx.Node):
+        name = tracer.parameter(rest[0])
+        if name is None:
+            tracer.freeze(labels, short_name(rest[0]), "a computed bias")
+        else:
+            tracer.tie(name, 0, labels, "free")
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments by name, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _per_axis(value: Any, count: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * count if len(values) == 1 else values
+
+
+RULES |= {f"aten::{n}": pointwise for n in POINTWISE}
+RULES |= {f"aten::{n}": structural for n in STRUCTURAL}
+RULES |= {f"aten::{n}": pooling for n in POOLING}
+RULES |= {f"aten::{n}": reduction for n in REDUCTIONS}
+RULES |= {f"aten::{n}": softmax for n in SOFTMAXES}
+RULES["getitem"] = getitem

@@ -1,0 +1,73 @@
+"""score: how sensitive the loss is to each unit. A new criterion is one class and one line in CRITERIA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hap.errors import HapError
+from hap.groups import Groups
+from hap.scoring.base import Criterion, Loss, Problem, Scores
+from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
+from hap.scoring.hessian import HessianTrace
+from hap.scoring.simple import L1, BNScale, GeometricMedian, Magnitude, Random
+
+__all__ = [
+    "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GeometricMedian", "HessianTrace", "Magnitude",
+    "Problem", "Random", "Reversed", "Scores", "Taylor", "as_criterion", "score",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reversed(Criterion):
+    """Another criterion upside down: the most sensitive go first. The paper's R-HAP."""
+
+    of: Criterion
+
+    name: ClassVar[str] = "reversed"
+
+    def scores(self, problem: Problem) -> Scores:
+        inner = self.of.scores(problem)
+        return Scores({n: -v for n, v in inner.items()}, inner.errors, inner.about)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "of": self.of.to_dict()}
+
+
+CRITERIA: dict[str, type[Criterion]] = {
+    c.name: c for c in (HessianTrace, Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
+}
+
+
+def as_criterion(value: Criterion | str) -> Criterion:
+    """A criterion, or the name of one; "reversed-NAME" turns one upside down."""
+    if isinstance(value, Criterion):
+        return value
+    if isinstance(value, str) and value.startswith("reversed-"):
+        return Reversed(as_criterion(value.removeprefix("reversed-")))
+    if value not in CRITERIA:
+        raise HapError(
+            f"criterion is {value!r}; expected one of {', '.join(CRITERIA)}, reversed-NAME, or a hap criterion"
+        )
+    return CRITERIA[value]()
+
+
+def score(
+    model: nn.Module,
+    groups: Groups,
+    batches: Iterable[Any] | None,
+    loss: Loss | None,
+    criterion: Criterion | str = "hessian",
+) -> Scores:
+    """One value per unit of every group: `scores[name][unit]`, a float64 tensor on the CPU. Low ones go first.
+
+    `batches` is any iterable of (input, target); it and `loss` (output, target -> mean over the batch) may be None for
+    criteria that need no data. The model is left exactly as found.
+    """
+    with torch.no_grad():
+        scores = as_criterion(criterion).scores(Problem(model, groups, batches, loss))
+    return Scores({n: v.cpu() for n, v in scores.items()}, {n: v.cpu() for n, v in scores.errors.items()}, scores.about)

@@ -1,0 +1,164 @@
+"""What a criterion is given, and what all of them share."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
+
+from hap.errors import HapError
+from hap.examples import call_arguments
+from hap.groups import Group, Groups, Producer
+
+Loss = Callable[[Any, Any], Tensor]
+Batch = tuple[Any, Any]
+
+
+class Scores(dict[str, Tensor]):
+    """One value per unit, by group. `errors` holds standard errors where the criterion estimates, `about` how it ran."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        errors: Mapping[str, Tensor] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(values)
+        self.errors = dict(errors or {})
+        self.about = dict(about or {})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model with its groups and calibration data. Nothing in here is ever written to."""
+
+    model: nn.Module
+    groups: Groups
+    given: Iterable[Any] | None
+    loss: Loss | None
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that compute units, detached."""
+        names = dict.fromkeys(p.weight for g in self.groups.values() for p in g.producers)
+        parameters = dict(self.model.named_parameters())
+        return {name: parameters[name].detach() for name in names}
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The calibration batches, checked, on the model's device."""
+        if self.given is None or self.loss is None:
+            raise HapError("this criterion needs data: pass batches, an iterable of (input, target), and a loss")
+        if (bad := _unsteady(self.model)) is not None:
+            raise HapError(f"{bad} is in training mode, so scores would depend on the batch; call model.eval() first")
+        device = next(iter(self.model.parameters())).device
+        batches = []
+        for batch in self.given:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
+            batches.append(tuple(pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, list(batch))))
+        if not batches:
+            raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
+        return batches
+
+    def evaluate(self, weights: dict[str, Tensor], batch: Batch) -> tuple[Any, Tensor]:
+        """Output and loss on a batch with these weights in place of the model's own."""
+        assert self.loss is not None
+        args, kwargs = call_arguments(batch[0])
+        output = torch.func.functional_call(self.model, weights, args, kwargs)
+        _check_labels(output, batch[1], self.loss)
+        loss = self.loss(output, batch[1])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise HapError(f"the loss returns {_seen(loss)}; expected a tensor with one value, the mean over the batch")
+        if not torch.isfinite(loss):
+            raise HapError(f"the loss is {loss.item()} on a calibration batch; check the model's weights and the data")
+        return output, loss
+
+    def shares(self) -> list[float]:
+        """Each batch's share of all samples: the weight of its mean loss in the whole."""
+        sizes = [samples(b) for b in self.batches]
+        return [s / sum(sizes) for s in sizes]
+
+    def per_unit(self, group: Group, producer: Producer, values: Tensor) -> Tensor:
+        """Sum `values`, shaped like the producer's weight, over everything a unit owns there."""
+        rest = [d for d in range(values.ndim) if d != producer.dim]
+        return fold(group, producer, values.sum(dim=rest) if rest else values)
+
+    def sizes(self, group: Group, producer: Producer) -> Tensor:
+        """How many weights each unit owns in a producer: |p| of equation 6."""
+        weight = self.weights[producer.weight]
+        each = torch.full(
+            (weight.shape[producer.dim],),
+            weight.numel() // weight.shape[producer.dim],
+            device=weight.device,
+            dtype=torch.float64,
+        )
+        return fold(group, producer, each)
+
+    def assemble(self, formula: Callable[[Group, Producer], Tensor]) -> dict[str, Tensor]:
+        """Scores from a formula per producer: a unit's score sums over its producers."""
+        return {n: torch.stack([formula(g, p) for p in g.producers]).sum(0) for n, g in self.groups.items()}
+
+
+def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
+    """Sum one value per index of a producer's axis into one value per unit, in float64."""
+    unit = torch.from_numpy(producer.unit).to(values.device)
+    out = torch.zeros(len(group), dtype=torch.float64, device=values.device)
+    return out.index_add_(0, unit[unit >= 0], values.double()[unit >= 0])
+
+
+def samples(batch: Batch) -> int:
+    """How many samples a batch holds: the length of its first tensor."""
+    first = next((t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), None)
+    return len(first) if first is not None else 1
+
+
+@dataclass(frozen=True)
+class Criterion(ABC):
+    """How much the loss is expected to rise when a unit goes. Low scores go first."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def scores(self, problem: Problem) -> Scores: ...
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name} | json.loads(json.dumps(asdict(self)))
+
+
+def _unsteady(model: nn.Module) -> str | None:
+    """The first module whose output in training mode depends on chance or on the rest of the batch."""
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
+            return f"{name or 'the model'} ({type(module).__name__})"
+        if module.training and isinstance(module, _DropoutNd) and module.p > 0:
+            return f"{name or 'the model'} ({type(module).__name__})"
+    return None
+
+
+def _check_labels(output: Any, target: Any, loss: Loss) -> None:
+    """Class labels out of range crash a GPU for good, so they are looked at first."""
+    classification = loss in (F.cross_entropy, F.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if not (classification and isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        return
+    classes = output.shape[1] if output.ndim > 1 else output.shape[0]
+    bad = target[(target != getattr(loss, "ignore_index", -100)) & ((target < 0) | (target >= classes))]
+    if bad.numel():
+        raise HapError(
+            f"label {int(bad[0])} is out of range: the model has {classes} outputs, so labels go from 0 to {classes - 1}"
+        )
+
+
+def _seen(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

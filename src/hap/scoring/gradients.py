@@ -1,0 +1,99 @@
+"""Baselines from gradients and from the diagonal of the curvature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hap.scoring.base import Criterion, Problem, Scores, samples
+from hap.scoring.curvature import Hessian
+from hap.scoring.hessian import BLOCK, rademacher
+
+
+@dataclass(frozen=True)
+class Taylor(Criterion):
+    """(g_p . w_p)^2, the squared first-order change of the loss (Molchanov et al., 2019)."""
+
+    name: ClassVar[str] = "taylor"
+
+    def scores(self, problem: Problem) -> Scores:
+        total = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
+        for batch, share in zip(problem.batches, problem.shares(), strict=True):
+            weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+            with torch.enable_grad():
+                _, loss = problem.evaluate(weights, batch)
+                gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+            for name, gradient in zip(weights, gradients, strict=True):
+                total[name] += share * gradient.double()
+        return Scores(
+            problem.assemble(lambda g, p: problem.per_unit(g, p, total[p.weight] * problem.weights[p.weight]).square())
+        )
+
+
+@dataclass(frozen=True)
+class DiagonalFisher(Criterion):
+    """1/2 sum over the unit's weights of E[g^2] w^2, g the gradient of one sample's loss: the empirical Fisher's diagonal."""
+
+    chunk: int = 32
+
+    name: ClassVar[str] = "fisher"
+
+    def scores(self, problem: Problem) -> Scores:
+        squares = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
+        for batch, share in zip(problem.batches, problem.shares(), strict=True):
+            count = samples(batch)
+            problem.evaluate({}, batch)  # for its checks
+            for start in range(0, count, self.chunk):
+                part = pytree.tree_map(lambda t, s=start: t[s : s + self.chunk], batch)  # type: ignore[misc]
+                for name, gradient in self._per_sample(problem, part).items():
+                    squares[name] += share / count * gradient.double().square().sum(0)
+        return Scores(
+            problem.assemble(
+                lambda g, p: problem.per_unit(g, p, squares[p.weight] * problem.weights[p.weight].double().square()) / 2
+            )
+        )
+
+    @staticmethod
+    def _per_sample(problem: Problem, batch: Any) -> dict[str, Tensor]:
+        assert problem.loss is not None
+        loss = problem.loss
+
+        def one(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+            x, y = pytree.tree_map(lambda t: t[None], (x, y))
+            args = (x,) if isinstance(x, Tensor) else tuple(x) if not isinstance(x, dict) else ()
+            output = torch.func.functional_call(problem.model, weights, args, x if isinstance(x, dict) else {})
+            return loss(output, y)
+
+        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(problem.weights, *batch)
+
+
+@dataclass(frozen=True)
+class OBD(Criterion):
+    """1/2 sum over the unit's weights of H_ii w_i^2 (optimal brain damage), the diagonal estimated as the mean of v * Hv."""
+
+    probes: int = 300
+    chunk: int = 1
+    seed: int = 0
+
+    name: ClassVar[str] = "obd"
+
+    def scores(self, problem: Problem) -> Scores:
+        operator = Hessian(problem)
+        generator = torch.Generator(next(iter(problem.weights.values())).device).manual_seed(self.seed)
+        diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
+        for start in range(0, self.probes, BLOCK):
+            vectors = rademacher(problem.weights, min(BLOCK, self.probes - start), generator)
+            products = operator.products(vectors, self.chunk)
+            for name in diagonal:
+                diagonal[name] += (vectors[name].double() * products[name].double()).sum(0) / self.probes
+        return Scores(
+            problem.assemble(
+                lambda g, p: (
+                    problem.per_unit(g, p, diagonal[p.weight] * problem.weights[p.weight].double().square()) / 2
+                )
+            )
+        )

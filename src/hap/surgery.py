@@ -1,0 +1,283 @@
+"""apply_: carry out a plan on a model, in place, and prove by running it that nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+
+from hap.calibration import pointwise_fits
+from hap.errors import HapError
+from hap.examples import imagine, run
+from hap.groups import Site
+from hap.implants import ImplantModule
+from hap.plans import Cut, Graft, Plan, Widen
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+def apply_(
+    model: nn.Module,
+    plan: Plan,
+    example: Any = None,
+    verify: bool = True,
+    batches: Iterable[Any] | None = None,
+) -> nn.Module:
+    """Prune `model` in place and return it. Modules keep their classes and names.
+
+    `verify` runs the result on `example` (or on random inputs like the traced ones) and compares it with the dense
+    model whose removed slices are zero; if they differ, HapError is raised and `model` is left as it was.
+    `batches` are the calibration inputs of implants that are fitted; without them the example serves.
+    """
+    check_fits(model, plan)
+    if example is None and (verify or _wants_inputs(plan)):
+        example = imagine(plan.example, next(iter(model.parameters())).device)
+    implants = _build_implants(model, plan, _fits(model, plan, example, batches))
+    if verify:
+        _verify(model, plan, implants, example)
+    _operate(model, plan, implants)
+    return model
+
+
+def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
+    """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
+    check_fits(model, plan)
+    _operate(model, plan, _build_implants(model, plan))
+    return model
+
+
+def check_fits(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that was made for another model, or that was carried out already."""
+    tensors = _tensors(model)
+    for cut in plan.cuts:
+        shape = tuple(tensors[cut.name].shape) if cut.name in tensors else None
+        if shape is None or cut.dim >= len(shape) or shape[cut.dim] != cut.size:
+            seen = f"has shape {shape}" if shape else "does not exist"
+            raise HapError(
+                f"the plan does not fit this model: {cut.name} should have length {cut.size} on axis {cut.dim}, but "
+                f"{seen}. Was the plan made for another model, or applied to this one before?"
+            )
+    modules = dict(model.named_modules())
+    for item in (*plan.grafts, *plan.widenings):
+        if item.module not in modules:
+            raise HapError(f"the plan does not fit this model: it has no module {item.module!r}")
+
+
+def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
+    modules, tensors = dict(model.named_modules()), _tensors(model)
+    touched: dict[str, dict[str, tuple[int, ...]]] = {}
+    with torch.no_grad():
+        for cut in plan.cuts:
+            owner, _, leaf = cut.name.rpartition(".")
+            touched.setdefault(owner, {}).setdefault(leaf, tuple(tensors[cut.name].shape))
+            _shorten(tensors[cut.name], cut)
+    for owner, before in touched.items():
+        _sync(modules[owner], before)
+    for graft in plan.grafts:
+        _attach_implant(modules[graft.module], implants[graft.module], graft)
+    for widen in plan.widenings:
+        _attach_widening(modules[widen.module], widen)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _shorten(tensor: Tensor, cut: Cut) -> None:
+    """Through .data, so that ties between modules and the optimizers that hold the parameter see the change."""
+    index = torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
+    tensor.data = tensor.data.index_select(cut.dim, index).contiguous(memory_format=_format(tensor))
+    tensor.grad = None
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    channels_last = (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    )
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+# ---- attributes follow the tensors --------------------------------------------------------------------------
+
+
+def _sync(module: nn.Module, before: dict[str, tuple[int, ...]]) -> None:
+    """Make a module's integers agree with its tensors again. `before` holds the old shapes of those that were cut."""
+    if isinstance(module, _ConvNd):
+        _sync_convolution(module, before.get("weight", tuple(module.weight.shape)))
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, _NormBase):
+        vectors = (module.weight, module.bias, module.running_mean)
+        module.num_features = next(len(v) for v in vectors if v is not None)
+    elif isinstance(module, nn.GroupNorm):
+        (channels,) = before["weight"]
+        if module.num_groups >= channels // module.num_groups:  # whole groups went: the rule in rules.group_norm
+            module.num_groups = module.num_groups * len(module.weight) // channels
+        module.num_channels = len(module.weight)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
+
+
+def _sync_convolution(module: _ConvNd, before: tuple[int, ...]) -> None:
+    weight = module.weight
+    if module.groups > 1 and (module.transposed or module.groups >= before[1]):  # whole groups went: rules._tie_groups
+        module.groups = module.groups * weight.shape[0] // before[0]
+    first, second = weight.shape[0], weight.shape[1] * module.groups
+    module.in_channels, module.out_channels = (first, second) if module.transposed else (second, first)
+
+
+# ---- what is added to modules: an implant beside a convolution, zeros around a branch -----------------------
+
+
+class Stream(nn.Module):
+    """Places the channels of a narrow branch among those of a wider stream and leaves zeros elsewhere."""
+
+    def __init__(self, index: tuple[int, ...], width: int, device: torch.device):
+        super().__init__()
+        self.width = width
+        self.register_buffer("index", torch.tensor(index, dtype=torch.int64, device=device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.new_zeros(x.shape[0], self.width, *x.shape[2:])
+        return wide.index_copy(1, self.index, x)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return f"{len(self.index)} -> {self.width}"  # type: ignore[arg-type]
+
+
+def _to_stream(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return module.stream(output)
+
+
+def _attach_widening(module: nn.Module, widen: Widen) -> None:
+    device = next(iter([*module.parameters(), *module.buffers()])).device
+    module.add_module("stream", Stream(widen.index, widen.width, device))
+    module.register_forward_hook(_to_stream)
+
+
+def _with_implant(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """The forward hook of a convolution that has an implant."""
+    joined = torch.cat([output, module.implant(args[0])], dim=1)
+    return joined if module.implant.order is None else joined.index_select(1, module.implant.order)
+
+
+def _attach_implant(module: nn.Module, implant: ImplantModule, graft: Graft) -> None:
+    order = None if graft.order is None else torch.tensor(graft.order, device=module.weight.device)  # type: ignore[union-attr]
+    implant.register_buffer("order", order, persistent=False)
+    module.add_module("implant", implant)
+    module.register_forward_hook(_with_implant)
+
+
+def _wants_inputs(plan: Plan) -> bool:
+    return bool(plan.grafts) and plan.implant is not None and plan.implant.needs_inputs
+
+
+def _fits(model: nn.Module, plan: Plan, example: Any, batches: Iterable[Any] | None) -> dict[str, Tensor]:
+    if not _wants_inputs(plan):
+        return {}
+    inputs = {c.name: c.keep for c in plan.cuts if c.dim == 1}
+    wanted = {g.module: (g.rows, inputs.get(g.weight)) for g in plan.grafts}
+    return pointwise_fits(model, wanted, [example] if batches is None else batches, labelled=batches is not None)
+
+
+def _build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None = None) -> dict[str, ImplantModule]:
+    if not plan.grafts:
+        return {}
+    assert plan.implant is not None
+    fits = fits or {}
+    modules = dict(model.named_modules())
+    inputs = {c.name: c.keep for c in plan.cuts if c.dim == 1}
+    built = {}
+    for graft in plan.grafts:
+        module = modules[graft.module]
+        assert isinstance(module, nn.Conv2d)
+        weight = module.weight.detach()[list(graft.rows)]
+        weight = weight[:, list(inputs[graft.weight])] if graft.weight in inputs else weight
+        bias = None if module.bias is None else module.bias.detach()[list(graft.rows)]
+        implant = plan.implant.build(site_of(graft.module, graft.weight, module), weight, bias, fits.get(graft.module))
+        built[graft.module] = implant.to(module.weight.device, module.weight.dtype).train(module.training)
+    return built
+
+
+def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
+    """The convolution's geometry; sizes of maps are not needed to build."""
+    assert not isinstance(conv.padding, str)
+    return Site(name, weight, conv.kernel_size, conv.stride, conv.padding, conv.dilation, (0, 0), (0, 0), 1)
+
+
+# ---- the executed check -------------------------------------------------------------------------------------
+
+
+def _verify(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any) -> None:
+    wanted = _outputs(_masked(model, plan, implants), example)
+    seen = _outputs(_pruned(model, plan, implants), example)
+    problem = _difference(wanted, seen, plan.exact)
+    if problem and plan.exact and _is_float32(model):  # rounding, or a real difference? Float64 tells.
+        double = copy.deepcopy(model).double()
+        exact = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+        grown = {k: copy.deepcopy(v).double() for k, v in implants.items()}
+        problem = _difference(
+            _outputs(_masked(double, plan, grown), exact), _outputs(_pruned(double, plan, grown), exact), True
+        )
+    if problem:
+        raise HapError(f"the pruned model does not do what the plan says, so nothing was changed: {problem}")
+
+
+def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> nn.Module:
+    pruned = copy.deepcopy(model)
+    _operate(pruned, plan, copy.deepcopy(implants))
+    return pruned
+
+
+def _masked(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> nn.Module:
+    """The dense model with zeros where the plan cuts, and with each implant written out as the k x k kernel it equals."""
+    masked = copy.deepcopy(model)
+    tensors, modules = _tensors(masked), dict(masked.named_modules())
+    for cut in plan.cuts:
+        gone = torch.ones(cut.size, dtype=torch.bool)
+        gone[list(cut.keep)] = False
+        if tensors[cut.name].is_floating_point():
+            tensors[cut.name].data.index_fill_(cut.dim, gone.nonzero().flatten().to(tensors[cut.name].device), 0)
+    inputs = {c.name: list(c.keep) for c in plan.cuts if c.dim == 1}
+    for graft in plan.grafts:
+        weight, implant, rows = modules[graft.module].weight, implants[graft.module], list(graft.rows)
+        assert isinstance(weight, Tensor)
+        dense = weight.data.new_zeros(len(rows), *weight.shape[1:])
+        dense[:, inputs.get(graft.weight, list(range(weight.shape[1])))] = implant.kernel()
+        weight.data[rows] = dense
+        if implant.bias_values is not None:
+            modules[graft.module].bias.data[rows] = implant.bias_values.detach()  # type: ignore[union-attr, index]
+    return masked
+
+
+def _outputs(model: nn.Module, example: Any) -> list[Any]:
+    return pytree.tree_leaves(run(model, example))
+
+
+def _difference(wanted: list[Any], seen: list[Any], exact: bool) -> str | None:
+    if len(wanted) != len(seen):
+        return f"it returns {len(seen)} values instead of {len(wanted)}"
+    for i, (a, b) in enumerate(zip(wanted, seen, strict=True)):
+        if not isinstance(a, Tensor):
+            continue
+        if a.shape != b.shape:
+            return f"output {i} has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
+        if a.is_floating_point() and exact:
+            gap = float((a - b).abs().max()) if a.numel() else 0.0
+            allowed = TOLERANCE.get(a.dtype, 1e-5) * max(1.0, float(a.abs().max()) if a.numel() else 1.0)
+            if not gap <= allowed and not (math.isnan(gap) and bool(a.isnan().any())):
+                return f"output {i} is off by {gap:.3g} (allowed {allowed:.3g})"
+    return None
+
+
+def _is_float32(model: nn.Module) -> bool:
+    return all(p.dtype == torch.float32 for p in model.parameters())

@@ -1,0 +1,300 @@
+"""trace: model -> groups, by pushing labels through the operator graph that torch.export captures."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from hap import rules
+from hap.errors import HapError
+from hap.examples import call_arguments, describe, evaluating
+from hap.groups import Frozen, Group, Groups, Ints, Producer, Scatter, Site, Term, components
+from hap.plans import draft
+from hap.surgery import apply_
+
+COUPLINGS = ("joint", "union")
+
+
+def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Sequence[str] = ()) -> Groups:
+    """Find what can be removed from `model`, and what must go together.
+
+    `coupling` says what happens where branches add up. "joint": a channel goes from all branches or none. "union":
+    each branch loses its own channels and the sum keeps the union (the paper's way).
+    `ignore` holds names or shell patterns of groups to leave alone. The model is not changed.
+    """
+    if coupling not in COUPLINGS:
+        raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
+    tracer = Tracer(model, _capture(model, example), coupling)
+    tracer.run()
+    groups = tracer.finish(describe(example))
+    for name in [n for n in groups if any(fnmatch.fnmatchcase(n, pattern) for pattern in ignore)]:
+        tracer.freeze(groups[name].classes, name, "left alone as asked")
+    groups = tracer.finish(describe(example))
+    for name in _misfits(model, example, groups, tracer.sized_classes()):
+        tracer.freeze(groups[name].classes, name, "the model's forward counts on its size")
+    return tracer.finish(describe(example))
+
+
+def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> list[str]:
+    """Groups that pass through reshapes or splits, and whose forward breaks when half of them is removed.
+
+    A graph does not tell whether `view(n, 64)` was written with a constant or computed; running it does.
+    """
+    reach = {n: np.concatenate([g.classes, groups.feeds[g.classes]]) for n, g in groups.items()}
+    suspects = [n for n, g in groups.items() if len(g) > 1 and np.isin(reach[n], sized).any()]
+
+    def fits(names: list[str]) -> bool:
+        removed = {n: range(len(groups[n]) // 2, len(groups[n])) for n in names}
+        try:
+            apply_(copy.deepcopy(model), draft(groups, removed), example=example)
+        except (HapError, RuntimeError, ValueError, IndexError, TypeError):
+            return False
+        return True
+
+    return [] if not suspects or fits(suspects) else [n for n in suspects if not fits([n])]
+
+
+def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+    args, kwargs = call_arguments(example)
+    try:
+        with evaluating(model), torch.no_grad():
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(
+            f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
+            "model(example) runs, and that its forward does not branch on tensor values; see the cause above."
+        ) from error
+
+
+class Tracer:
+    """Holds the labels while the rules run. Rules call `labels`, `axis`, `tie`, `join`, `freeze` and `set_*`."""
+
+    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, coupling: str):
+        self.program = program
+        self.coupling = coupling
+        self.values: dict[fx.Node, Any] = {}
+        self.parameters: dict[fx.Node, str] = {}
+        self.axes: dict[tuple[str, int], Ints] = {}
+        self.roles: dict[tuple[str, int], str] = {}
+        self.edges: list[tuple[Ints, Ints]] = []
+        self.feeds: list[tuple[Ints, Ints]] = []
+        self.scatters: list[Scatter] = []
+        self.terms: list[Term] = []
+        self.sites: dict[str, Site] = {}
+        self.frozen: list[Frozen] = []
+        self.scales: list[str] = []
+        self.spanned: list[Ints] = []
+        self.sized: list[Ints] = []
+        self.curved: str | None = None
+        self.root: Ints = np.zeros(1, dtype=np.int64)
+        self._next = 1
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+        first: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            first.setdefault(id(tensor), name)
+        self.canonical = {name: first[id(tensor)] for name, tensor in tensors.items()}
+        self.shapes = {name: tuple(tensors[name].shape) for name in first.values()}
+        self.trainable = frozenset(n for n in self.shapes if isinstance(tensors[n], nn.Parameter))
+        self._calls = Counter(module_of(n) for n in program.graph.nodes if n.op == "call_function")
+        self._uses: Counter[str] = Counter()
+
+    # ---- what rules use -------------------------------------------------------------------------------------
+
+    def fresh(self, count: int) -> Ints:
+        self._next += count
+        return np.arange(self._next - count, self._next)
+
+    def labels(self, node: fx.Node) -> Tensor:
+        """The labels of a tensor: one integer per position, with size 1 along axes where they do not vary."""
+        if node in self.parameters:
+            return self._parameter_labels(self.parameters[node])
+        return self.values[node]
+
+    def _parameter_labels(self, name: str) -> Tensor:
+        """A vector (up to size-1 axes) carries labels of its own; a matrix used freely may not be cut at all."""
+        shape = self.shapes[name]
+        long = [d for d, size in enumerate(shape) if size > 1]
+        if len(long) != 1:
+            for d in long:
+                self.tie(name, d, np.zeros(shape[d], dtype=np.int64), "free")
+            return torch.zeros([1] * len(shape), dtype=torch.int64)
+        return torch.from_numpy(self.axis(name, long[0])).view(shape)
+
+    def axis(self, parameter: str, dim: int, role: str = "free") -> Ints:
+        """The labels of a parameter axis, made on first use."""
+        key = (parameter, dim)
+        if key not in self.axes:
+            self.axes[key] = self.fresh(self.shapes[parameter][dim])
+            self.roles[key] = role
+        elif role != "free":
+            self.roles[key] = role
+        return self.axes[key]
+
+    def tie(self, parameter: str, dim: int, labels: Ints, role: str) -> None:
+        """Index i of this parameter axis shares the fate of labels[i]."""
+        key = (parameter, dim)
+        if key in self.axes:
+            self.join(self.axes[key], labels)
+        self.axes.setdefault(key, labels)
+        self.roles.setdefault(key, role)
+
+    def join(self, a: Ints, b: Ints) -> None:
+        a, b = np.broadcast_arrays(a, b)
+        self.edges.append((a.ravel(), b.ravel()))
+
+    def freeze(self, labels: Tensor | Ints, what: str, why: str) -> None:
+        flat = np.unique(np.asarray(labels))
+        if (flat != 0).any():
+            self.frozen.append(Frozen(what, why))
+            self.join(flat, np.zeros_like(flat))
+
+    def parameter(self, node: Any) -> str | None:
+        return self.parameters.get(node) if isinstance(node, fx.Node) else None
+
+    def contraction(self, weight: str, positions: int) -> None:
+        self._uses[weight] += 1
+        self.terms.append(Term(weight, positions))
+
+    def called_once(self, node: fx.Node) -> str | None:
+        """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
+        module = module_of(node)
+        return module if module and self._calls[module] == 1 else None
+
+    # ---- the walk -------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        inputs = {s.arg.name: s for s in self.program.graph_signature.input_specs}
+        anchors = self._anchors() if self.coupling == "union" else {}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, inputs[node.name])
+            elif node.op == "call_function":
+                self.values[node] = rules.apply(self, node)
+                if node in anchors:
+                    self.values[node] = self._promote(anchors[node], self.values[node])
+            elif node.op == "output":
+                self._outputs()
+
+    def _placeholder(self, node: fx.Node, spec: Any) -> None:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in self.canonical:
+            self.parameters[node] = self.canonical[spec.target]
+        elif isinstance(node.meta.get("val"), Tensor):
+            self.values[node] = torch.zeros([1] * node.meta["val"].ndim, dtype=torch.int64)
+
+    def _outputs(self) -> None:
+        by_name = {n.name: n for n in self.program.graph.nodes}
+        for spec in self.program.graph_signature.output_specs:
+            node = by_name.get(getattr(spec.arg, "name", ""))
+            if spec.kind is OutputKind.USER_OUTPUT and node is not None and isinstance(self.values.get(node), Tensor):
+                self.freeze(self.values[node], module_of(node) or node.name, "an output of the model")
+
+    def _anchors(self) -> dict[fx.Node, str]:
+        """Where `union` coupling can widen a branch: the module before a sum, past operators that keep zero zero."""
+        found = {}
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and rules.is_sum(node):
+                for operand in node.args[:2]:
+                    while isinstance(operand, fx.Node) and rules.keeps_zero(operand):
+                        operand = operand.args[0]
+                    if isinstance(operand, fx.Node) and rules.ends_branch(operand) and (m := self.called_once(operand)):
+                        found[operand] = m
+        return found
+
+    def _promote(self, module: str, labels: Tensor) -> Tensor:
+        narrow = labels.flatten().numpy()
+        if labels.shape[1:2] != labels.flatten().shape:  # channels must sit on axis 1, one label each
+            return labels
+        wide = self.fresh(len(narrow))
+        self.feeds.append((narrow, wide))
+        self.scatters.append(Scatter(module, narrow, wide))
+        return torch.from_numpy(wide).view(labels.shape)
+
+    # ---- from labels to groups ------------------------------------------------------------------------------
+
+    def finish(self, example: Any) -> Groups:
+        root = self.root = self._resolve()
+        axes = {key: root[labels] for key, labels in self.axes.items()}
+        feeds = np.zeros(self._next, dtype=np.int64)
+        for narrow, wide in self.feeds:
+            feeds[root[narrow]] = root[wide]
+        feeds[0] = 0
+        self._feeds = feeds
+        shared = next((w for w, n in self._uses.items() if n > 1), None)
+        return Groups(
+            coupling=self.coupling, groups=self._groups(axes), axes=axes, feeds=feeds, shapes=self.shapes,
+            trainable=self.trainable, terms=tuple(self.terms), sites=self.sites,
+            scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
+            scales=tuple(dict.fromkeys(self.scales)), spanned=frozenset(int(c) for s in self.spanned for c in root[s]) - {0},
+            frozen=tuple(dict.fromkeys(self.frozen)),
+            curved=self.curved or (shared and f"{shared} used twice"), example=example,
+        )  # fmt: skip
+
+    def sized_classes(self) -> Ints:
+        """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""
+        return np.setdiff1d(self.root[np.concatenate([np.zeros(1, np.int64), *self.sized])], [0])
+
+    def _resolve(self) -> Ints:
+        """The class of every label.
+
+        A unit that is itself part of a stream cannot also be scattered into one: the two become one class. A stream
+        fed by something frozen is frozen.
+        """
+        none = np.zeros(0, dtype=np.int64)
+        narrow = np.concatenate([none, *(n for n, _ in self.feeds)])
+        wide = np.concatenate([none, *(w for _, w in self.feeds)])
+        while True:
+            a, b = (
+                (np.concatenate([none, *side]) for side in zip(*self.edges, strict=True))
+                if self.edges
+                else (none, none)
+            )
+            root = components(self._next, a, b)
+            low, high = root[narrow], root[wide]
+            merge = np.isin(low, high) & (low != high)
+            if not merge.any():
+                return root
+            self.join(low[merge], high[merge])
+
+    def _groups(self, axes: dict[tuple[str, int], Ints]) -> dict[str, Group]:
+        outputs = [key for key, role in self.roles.items() if role == "out"]
+        home: dict[int, tuple[str, int]] = {}
+        for key in outputs:
+            for c in axes[key].tolist():
+                home.setdefault(c, key)
+        members: dict[tuple[str, int], dict[int, int]] = {}
+        for key in outputs:
+            for c in axes[key].tolist():
+                if c and home[c] == key:
+                    members.setdefault(key, {}).setdefault(c, len(members[key]))
+        names = {key: key[0].rpartition(".")[0] or key[0] for key in members}
+        return {names[key]: self._group(names[key], units, axes) for key, units in members.items()}
+
+    def _group(self, name: str, units: dict[int, int], axes: dict[tuple[str, int], Ints]) -> Group:
+        producers, consumers = [], []
+        classes = np.array(list(units), dtype=np.int64)
+        read = np.concatenate([classes, np.setdiff1d(self._feeds[classes], [0])])
+        for key, labels in axes.items():
+            role = self.roles[key]
+            if role == "out" and np.isin(labels, classes).any():
+                unit = np.array([units.get(c, -1) for c in labels.tolist()], dtype=np.int64)
+                producers.append(Producer(*key, unit))
+            elif role == "in" and np.isin(labels, read).any():
+                consumers.append(key)
+        return Group(name, classes, tuple(producers), tuple(consumers))
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module that ran this node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return list(stack.values())[-1][0] if stack else ""

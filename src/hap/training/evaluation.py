@@ -1,0 +1,61 @@
+"""Accuracy and loss of a model."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hap.data import Batch, Data
+from hap.errors import HapError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`accuracy` from 0 to 1, mean cross-entropy `loss`, and the number of examples."""
+
+    accuracy: float
+    loss: float
+    count: int
+
+
+def evaluate(model: nn.Module, data: Data | Iterable[Batch], split: str = "test") -> Evaluation:
+    """Accuracy and loss in eval mode on the model's device. Iterables give batches of (input, target)."""
+    device = device_of(model)
+    size = 2000 if device.type == "cuda" else 500
+    batches = data.batches(split, size) if isinstance(data, Data) else data
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    loss = torch.zeros((), device=device)
+    count = 0
+    with eval_mode(model), torch.no_grad():
+        for x, y in batches:
+            logits, target = model(x.to(device)), y.to(device)
+            right += (logits.argmax(1) == target).sum()
+            loss += functional.cross_entropy(logits.float(), target, reduction="sum")
+            count += len(target)
+    if not count:
+        raise HapError("evaluation got no examples: expected at least one batch of (input, target)")
+    return Evaluation(right.item() / count, loss.item() / count, count)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of all parameters."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no parameters"
+        raise HapError(f"the model has {found}: expected parameters, all on one device")
+    return devices.pop()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode, after which every module goes back to the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,216 @@
+"""The training loop, for one model or for several side by side on one device."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hap.data import Data
+from hap.errors import HapError
+from hap.recipes import Recipe
+from hap.training.checkpoint import Checkpoint
+from hap.training.evaluation import device_of, eval_mode, evaluate
+from hap.training.graph import Captured, Step, in_turn
+from hap.training.report import Report
+from hap.training.run import History, Run, epoch_seed
+
+
+def train(
+    model: nn.Module,
+    data: Data,
+    recipe: Recipe,
+    *,
+    teacher: nn.Module | None = None,
+    checkpoint: str | Path | None = None,
+    log_dir: str | Path | None = None,
+    progress: bool = True,
+    graphs: bool = True,
+) -> History:
+    """Train `model` in place on the device of its parameters and leave it in eval mode.
+
+    With `checkpoint`, the same call takes up an interrupted training after its last written epoch, or returns
+    at once when it was finished; the model's weights at the call then do not count. `graphs=False` turns off
+    CUDA graphs for networks that cannot be recorded.
+    """
+    path = None if checkpoint is None else Path(checkpoint)
+    return _train([model], data, [recipe], [teacher], path, log_dir, None, progress, graphs)[0]
+
+
+def train_many(
+    models: Sequence[nn.Module],
+    data: Data,
+    recipes: Sequence[Recipe],
+    *,
+    teachers: Sequence[nn.Module | None] | None = None,
+    checkpoint_dir: str | Path | None = None,
+    seconds: float | None = None,
+    log_dir: str | Path | None = None,
+    progress: bool = True,
+    graphs: bool = True,
+) -> list[History]:
+    """Train independent models side by side on one device, each as `train` would alone.
+
+    All recipes need the same batch size and number of epochs. The state of all models stands in one file in
+    `checkpoint_dir`. With `seconds`, training ends, its checkpoint written, after the last epoch expected to
+    fit (but after one at least), and the same call goes on from there; `History.epochs` tells.
+    """
+    path = None if checkpoint_dir is None else Path(checkpoint_dir) / "training.safetensors"
+    given: list[nn.Module | None] = [None] * len(models) if teachers is None else list(teachers)
+    return _train(list(models), data, list(recipes), given, path, log_dir, seconds, progress, graphs)
+
+
+def _train(
+    models: list[nn.Module],
+    data: Data,
+    recipes: list[Recipe],
+    teachers: list[nn.Module | None],
+    checkpoint_path: Path | None,
+    log_dir: str | Path | None,
+    seconds: float | None,
+    progress: bool,
+    graphs: bool,
+) -> list[History]:
+    begun = time.monotonic()
+    device = _check(models, data, recipes, teachers)
+    data = data.to(device)
+    with ExitStack() as stack:
+        stack.enter_context(_prepared(models, device))
+        copies = {id(t): _frozen_copy(t, device) for t in teachers if t is not None}
+        runs = [
+            Run(model, data, recipe, copies.get(id(teacher)), device)
+            for model, recipe, teacher in zip(models, recipes, teachers, strict=True)
+        ]
+        checkpoint = Checkpoint(checkpoint_path, runs, data)
+        first, epochs = checkpoint.restore(), recipes[0].epochs
+        step = _side_by_side(runs, graphs and device.type == "cuda")
+        report = stack.enter_context(Report(runs, first, epochs, log_dir, progress))
+        for epoch in range(first, epochs):
+            epoch_begun = time.monotonic()
+            _run_epoch(runs, data, step, epoch, report)
+            last = epoch + 1 == epochs
+            now = time.monotonic()
+            out_of_time = seconds is not None and now - begun + (now - epoch_begun) > seconds
+            _evaluate_runs(runs, data, epoch, always=last or out_of_time)
+            report.epoch(epoch)
+            checkpoint.save(epoch + 1, always=last or out_of_time)
+            if out_of_time:
+                break
+        for run in runs:
+            run.use_average()
+    return [run.history for run in runs]
+
+
+def _run_epoch(runs: list[Run], data: Data, step: Step, epoch: int, report: Report) -> None:
+    """All steps of one epoch for all runs; the one wait for the device is at its end."""
+    begun = time.monotonic()
+    steps = runs[0].steps_per_epoch
+    # Layers such as dropout draw from the global generators: a seed for each epoch lets training resume.
+    torch.manual_seed(epoch_seed(runs[0].recipe, epoch))
+    for index, batches in enumerate(zip(*(run.epoch(data, epoch) for run in runs), strict=True)):
+        for run, batch in zip(runs, batches, strict=True):
+            run.feed(batch, epoch * steps + index)
+        step()
+        report.advance()
+    losses = [run.loss_sum.item() / steps for run in runs]
+    taken = time.monotonic() - begun
+    for position, (run, loss) in enumerate(zip(runs, losses, strict=True)):
+        if not math.isfinite(loss):
+            raise HapError(
+                f"the training loss of model {position} is {loss} in epoch {epoch + 1}: lower the learning "
+                f"rate ({run.recipe.lr}) or raise warmup ({run.recipe.warmup}); the last checkpoint is kept"
+            )
+        run.history.loss.append(loss)
+        run.history.seconds.append(taken)
+        run.history.images_per_second.append(steps * len(run.y) / taken)
+        run.history.lr.append(run.recipe.learning_rate((epoch + 1) * steps - 1, run.total))
+
+
+def _evaluate_runs(runs: list[Run], data: Data, epoch: int, always: bool) -> None:
+    for run in runs:
+        due = always or (epoch + 1) % run.recipe.eval_every == 0
+        with run.averaged():
+            run.history.accuracy.append(evaluate(run.model, data).accuracy if due else None)
+
+
+def _side_by_side(runs: list[Run], captured: bool) -> Step:
+    steps = [run.step for run in runs]
+    return Captured(steps) if captured else in_turn(steps)
+
+
+@contextmanager
+def _prepared(models: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Training mode and, on CUDA, channels-last weights and tuned convolutions.
+
+    At the end: eval mode, contiguous weights, and the random state and the tuning as they were.
+    """
+    cuda = device.type == "cuda"
+    chosen = torch.cuda.device(device) if cuda else nullcontext()
+    tuned = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = tuned or cuda
+    for model in models:
+        _lay_out(model.train(), torch.channels_last if cuda else torch.contiguous_format)
+    try:
+        with torch.random.fork_rng([device] if cuda else []), chosen:
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = tuned
+        for model in models:
+            _lay_out(model.eval(), torch.contiguous_format)
+
+
+def _lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+    return model
+
+
+def _frozen_copy(teacher: nn.Module, device: torch.device) -> nn.Module:
+    """The caller's teacher stays as it is: the copy may change device and memory layout."""
+    copy = deepcopy(teacher).to(device).eval().requires_grad_(False)
+    return _lay_out(copy, torch.channels_last) if device.type == "cuda" else copy
+
+
+def _check(
+    models: list[nn.Module], data: Data, recipes: list[Recipe], teachers: list[nn.Module | None]
+) -> torch.device:
+    """Refuse what cannot be trained together; returns the device of all models."""
+    if not models or len({len(models), len(recipes), len(teachers)}) != 1:
+        raise HapError(
+            f"{len(models)} models, {len(recipes)} recipes and {len(teachers)} teachers: expected one recipe "
+            "and one teacher (or None) for each of at least one model"
+        )
+    if len({id(model) for model in models}) != len(models):
+        raise HapError("the same model stands twice in the list: models trained side by side must be distinct")
+    shapes = {(recipe.epochs, recipe.batch) for recipe in recipes}
+    if len(shapes) != 1:
+        found = "; ".join(f"{epochs} epochs of batch {batch}" for epochs, batch in sorted(shapes))
+        raise HapError(f"the recipes differ in epochs or batch ({found}): train such models one after another")
+    devices = {device_of(model) for model in models}
+    if len(devices) != 1:
+        raise HapError(f"the models are on {', '.join(sorted(map(str, devices)))}: move all to one device")
+    device = devices.pop()
+    for model, recipe, teacher in zip(models, recipes, teachers, strict=True):
+        if recipe.distill and teacher is None:
+            raise HapError(f"the recipe has distill={recipe.distill} but no teacher is given: give one or set 0")
+        for network in (model, teacher):
+            if network is not None:
+                _check_outputs(network, data)
+    return device
+
+
+def _check_outputs(model: nn.Module, data: Data) -> None:
+    """A label beyond the outputs would end as an obscure failure inside the device."""
+    images = next(data.batches("train", 1))[0].to(device_of(model))
+    with eval_mode(model), torch.no_grad():
+        shape = tuple(model(images).shape)
+    if shape != (1, data.classes):
+        raise HapError(
+            f"the model turns one image of {data.name} into {shape}: expected (1, {data.classes}), "
+            "one logit for each class"
+        )
