@@ -77,8 +77,11 @@ class Limits:
         return max(0, min(math.floor(units * self.per_layer), units - self.minimum))
 
 
+DEFAULT_LIMITS = Limits()
+
+
 def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | float | None = None,
-         limits: Limits = Limits(), *, per_cost: bool = False) -> Plan:  # fmt: skip # noqa: B008
+         limits: Limits = DEFAULT_LIMITS, *, per_cost: bool = False) -> Plan:  # fmt: skip
     """Choose what to keep, implant and remove so that the budget is met.
 
     Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score.

@@ -146,7 +146,7 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
     marks = {
         n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
     }
-    part = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
+    lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
     sorting = _Sorting(groups, grafted)
     order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
     grafts, rows_left = _grafts(groups, grafted, order)
@@ -159,7 +159,7 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
     nothing = np.zeros_like(kept)
     gone = {int(c) for c in np.unique(np.concatenate([np.zeros(0, np.int64), *groups.axes.values()])) if not live[c]}
     return Plan(
-        *part, coupling=groups.coupling, cuts=tuple(cuts), grafts=tuple(grafts),
+        kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling, cuts=tuple(cuts), grafts=tuple(grafts),
         widenings=tuple(_widenings(groups, live, sorting)), implant=implant if grafts else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example,

@@ -10,7 +10,7 @@ from torch import nn
 from hap.compensation import compensate_
 from hap.errors import HapError
 from hap.implants import Implant
-from hap.planning import Budget, Limits, plan
+from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
 from hap.plans import Plan
 from hap.scoring import Criterion, score
 from hap.scoring.base import Loss
@@ -21,7 +21,7 @@ from hap.tracing import trace
 def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
            params: float | None = None, flops: float | None = None, channels: float | None = None,
            implant: Implant | float | None = None, coupling: str = "joint", criterion: Criterion | str = "hessian",
-           limits: Limits = Limits(), ignore: Sequence[str] = (), per_cost: bool = False, compensate: bool = False,
+           limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), per_cost: bool = False, compensate: bool = False,
            verify: bool = True) -> Plan:  # fmt: skip
     """Prune `model` in place to one budget (the fraction LEFT of params, flops or channels) and return the plan.
 

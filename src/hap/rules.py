@@ -16,56 +16,16 @@ import torch
 from torch import Tensor, fx
 
 from hap.groups import Ints, Site
+from hap.operators import (
+    CONVOLUTIONS, KEEP_ZERO, PADDING, PIECEWISE_LINEAR, POINTWISE, POOLING, REDUCTIONS, SIZED, SOFTMAXES, STRUCTURAL, SUMS,
+    TRANSPOSED,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
 
 Rule = Callable[["Tracer", fx.Node], Any]
 RULES: dict[str, Rule] = {}
-
-POINTWISE = set(["dropout", "dropout_", "alpha_dropout", "feature_dropout", "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "relu6", "relu6_", "hardtanh", "hardtanh_", "celu", "celu_", "selu", "selu_", "elu", "elu_", "leaky_relu", "leaky_relu_", "softplus", "silu", "silu_", "mish", "mish_", "gelu", "clone", "contiguous", "detach", "detach_", "alias", "to", "_to_copy", "type_as", "float", "half", "bfloat16", "where", "masked_fill", "clamp", "clamp_"])  # fmt: skip
-STRUCTURAL = set(["view", "reshape", "_unsafe_view", "permute", "transpose", "t", "numpy_T", "swapaxes", "movedim", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "cat", "concat", "stack", "roll", "flip", "repeat", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "constant_pad_nd", "pad", "zero_pad2d", "tile", "repeat_interleave", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "view_as", "reshape_as"])  # fmt: skip
-SIZED = STRUCTURAL - set(
-    [
-        "permute",
-        "transpose",
-        "t",
-        "swapaxes",
-        "movedim",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "cat",
-        "concat",
-        "stack",
-        "flip",
-    ]
-)
-POOLING = set(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_bicubic2d", "upsample_trilinear3d", "lp_pool2d", "max_pool2d_with_indices", "reflection_pad1d", "reflection_pad2d", "replication_pad2d"])  # fmt: skip
-REDUCTIONS = set(
-    [
-        "mean",
-        "sum",
-        "amax",
-        "amin",
-        "var",
-        "std",
-        "norm",
-        "linalg_vector_norm",
-        "prod",
-        "logsumexp",
-        "max",
-        "min",
-        "any",
-        "all",
-        "argmax",
-    ]
-)
-SOFTMAXES = set(["softmax", "log_softmax", "_softmax", "cumsum", "sort"])
-LINEAR_PIECES = set(["relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_", "leaky_relu", "leaky_relu_", "prelu", "_prelu_kernel", "threshold", "threshold_", "abs", "neg", "add", "add_", "sub", "sub_", "rsub", "clone", "contiguous", "detach", "alias", "to", "_to_copy", "dropout", "dropout_", "feature_dropout", "maximum", "minimum", "clamp", "clamp_", "clamp_min", "clamp_max", "float"])  # fmt: skip
-KEEP_ZERO = set(["relu", "relu_", "relu6", "relu6_", "leaky_relu", "leaky_relu_", "silu", "silu_", "gelu", "hardswish", "hardswish_", "mish", "tanh", "dropout", "dropout_", "contiguous", "clone", "alias", "detach"]) | {p for p in POOLING if "pad" not in p}  # fmt: skip
-CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -78,15 +38,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def apply(tracer: Tracer, node: fx.Node) -> Any:
     """The labels of a node's result, by its rule, or frozen if there is none."""
-    name = schema_name(node)
-    handler = RULES.get(name) or (pointwise if is_pointwise(node) else None)
-    if handler is None and any(varies(x) for x in _inputs(tracer, node)):
-        return freeze_all(tracer, node)
-    if handler is None:
-        return _plain(node.meta.get("val"))
     if tracer.curved is None and not keeps_linear(tracer, node):
         tracer.curved = short_name(node)
-    return handler(tracer, node)
+    handler = RULES.get(schema_name(node)) or (pointwise if is_pointwise(node) else None)
+    if handler is not None:
+        return handler(tracer, node)
+    return freeze_all(tracer, node)
 
 
 def schema_name(node: fx.Node) -> str:
@@ -104,7 +61,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_sum(node: fx.Node) -> bool:
-    return short_name(node) in ("add", "add_", "sub", "sub_") and all(isinstance(a, fx.Node) for a in node.args[:2])
+    return short_name(node) in SUMS and all(isinstance(a, fx.Node) for a in node.args[:2])
 
 
 def keeps_zero(node: fx.Node) -> bool:
@@ -119,27 +76,16 @@ def ends_branch(node: fx.Node) -> bool:
 def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
     """Whether the result is piecewise linear in the activations that enter."""
     name = short_name(node)
-    if name in LINEAR_PIECES | STRUCTURAL | POOLING | CONVOLUTIONS | TRANSPOSED | {
-        "linear",
-        "batch_norm",
-        "mean",
-        "sum",
-    }:
+    if name == "batch_norm" and node.args[5]:  # normalises with the batch's own statistics
+        return False
+    if name in PIECEWISE_LINEAR or name == "getitem" or not isinstance(node.meta.get("val"), Tensor):
         return True
-    if name == "getitem" or not any(
-        isinstance(a, fx.Node) and a not in tracer.parameters for a in node.all_input_nodes
-    ):
-        return True
-    if name in (
-        "mul",
-        "mul_",
-        "div",
-        "div_",
-    ):  # scaling by a number or a parameter is linear, a product of two activations is not
-        return sum(isinstance(a, fx.Node) and a not in tracer.parameters for a in node.args[:2]) < 2 and (
-            name.startswith("mul") or (isinstance(node.args[0], fx.Node) and node.args[0] not in tracer.parameters)
-        )
-    return not isinstance(node.meta.get("val"), Tensor | list | tuple)
+    active = [isinstance(a, fx.Node) and a not in tracer.parameters for a in node.args]
+    if name in ("mul", "mul_"):  # scaling by a number or a parameter is linear, a product of two activations is not
+        return sum(active) < 2
+    if name in ("div", "div_"):
+        return active[:2] == [True, False]
+    return not any(active)
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------
@@ -163,13 +109,12 @@ def compress(labels: Tensor) -> Tensor:
 
 
 def along(tracer: Tracer, node: fx.Node, dim: int) -> Ints:
-    """One label per index of axis `dim`. Labels that vary along other axes too are frozen."""
+    """One label per index of axis `dim`. Labels that vary along other axes too are joined, index by index."""
     labels, size = tracer.labels(node), shape_of(node)[dim]
-    dim %= labels.ndim
-    if any(s > 1 for d, s in enumerate(labels.shape) if d != dim):
-        tracer.freeze(labels, short_name(node), f"its result is read along axis {dim} but cut along others")
-        return np.zeros(size, dtype=np.int64)
-    return labels.flatten().expand(size).numpy() if labels.numel() == 1 else labels.flatten().numpy()
+    rows = labels.movedim(dim, 0).reshape(labels.shape[dim], -1).numpy()
+    if rows.shape[1] > 1:
+        tracer.join(rows, rows[:, :1])
+    return np.broadcast_to(rows[:, 0], size).copy()
 
 
 def spread(labels: Ints, ndim: int, dim: int) -> Tensor:
@@ -255,7 +200,7 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
 
     def full(a: fx.Node) -> Any:
         value = tracer.labels(a) if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor) else None
-        return value.expand(shape_of(a)) if value is not None else a.meta.get("val")
+        return value.expand(shape_of(a)).contiguous() if value is not None else a.meta.get("val")
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), full)
     try:
@@ -271,48 +216,39 @@ def pooling(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(source, fx.Node)
     value = node.meta["val"]
     several = isinstance(value, list | tuple)
-    ndim = (value[0] if several else value).ndim
     labels = tracer.labels(source)
     spatial = 1 if "1d" in short_name(node) else 3 if "3d" in short_name(node) else 2
     if any(s > 1 for s in labels.shape[-spatial:]):
         return freeze_all(tracer, node, "pools over an axis that would be cut")
-    labels = labels.view(labels.shape[:ndim])
     return [labels for _ in value] if several else labels
 
 
 def reduction(tracer: Tracer, node: fx.Node) -> Any:
     """Sums and means: fine along axes that nobody cuts."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    labels, value = tracer.labels(source), node.meta["val"]
-    dims = next(
-        (
-            a
-            for a in (*node.args[1:], node.kwargs.get("dim"))
-            if isinstance(a, list | tuple | int) and not isinstance(a, bool)
-        ),
-        None,
-    )
-    reduced = range(labels.ndim) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
-    reduced = {d % max(labels.ndim, 1) for d in reduced}
-    if any(labels.shape[d] > 1 for d in reduced) or not isinstance(value, Tensor):
+    arguments = _arguments(node)
+    dims, value = arguments.get("dim"), node.meta["val"]
+    labels = next(iter(_inputs(tracer, node)))
+    named = [dims] if isinstance(dims, int) else list(dims or range(labels.ndim))
+    reduced = {d % max(labels.ndim, 1) for d in named}
+    if any(labels.shape[d] > 1 for d in reduced):
         return freeze_all(tracer, node, "reduces over an axis that would be cut")
-    keep = value.ndim == labels.ndim
-    return labels if keep else labels.view([s for d, s in enumerate(labels.shape) if d not in reduced])
+    several = isinstance(value, list | tuple)
+    if (value[0] if several else value).ndim != labels.ndim:
+        labels = labels.view([s for d, s in enumerate(labels.shape) if d not in reduced])
+    return [labels for _ in value] if several else labels
 
 
 def softmax(tracer: Tracer, node: fx.Node) -> Any:
-    source, dim = node.args[:2]
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
-    labels = tracer.labels(source)
-    if labels.shape[dim] > 1:
+    labels = next(iter(_inputs(tracer, node)))
+    if labels.shape[_arguments(node)["dim"]] > 1:
         return freeze_all(tracer, node, "normalises over an axis that would be cut")
     return labels
 
 
 def getitem(tracer: Tracer, node: fx.Node) -> Any:
     source, index = node.args
-    value = tracer.values[source]  # type: ignore[index]
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    value = tracer.values[source]
     return value[index] if isinstance(value, list) else _plain(node.meta.get("val"))
 
 
@@ -346,10 +282,10 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     batch = math.prod(shape_of(x)[: -spatial - 1])
     tracer.contraction(weight, batch * math.prod(out_size))
     module = tracer.called_once(node)
-    padding = arguments["padding"]
-    if module is not None and groups == 1 and spatial == 2 and not isinstance(padding, str):
-        sizes = [_per_axis(arguments[key], spatial) for key in ("stride", "padding", "dilation")]
-        tracer.sites[weight] = Site(module, weight, shape[2:], *sizes, shape_of(x)[-spatial:], out_size, batch)
+    if module == weight.removesuffix(".weight") and groups == 1 and spatial == 2 and not isinstance(arguments["padding"], str):
+        stride, padding, dilation = (_per_axis(arguments[key], spatial) for key in ("stride", "padding", "dilation"))
+        in_size = shape_of(x)[-spatial:]
+        tracer.sites[weight] = Site(module, weight, shape[2:], stride, padding, dilation, in_size, out_size, batch)
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
@@ -406,6 +342,8 @@ def layer_norm(tracer: Tracer, node: fx.Node) -> Any:
     labels = tracer.labels(x)
     if len(normalized) > 1 and any(s > 1 for s in labels.shape[-len(normalized) :]):
         return freeze_all(tracer, node, "normalises over several axes")
+    if varies(labels) and (len(node.args) < 3 or node.args[2] is None):
+        return freeze_all(tracer, node, "a normalisation without weights does not show its size")
     if labels.shape[-1] > 1:
         tracer.spanned.append(np.unique(labels.numpy()))
     return _tie_affine(tracer, x, node.args[2:4], -1)
@@ -416,6 +354,8 @@ def group_norm(tracer: Tracer, node: fx.Node) -> Any:
     """Whole groups go, or the same channels of each, whichever is finer; only the former leaves the rest unchanged."""
     x, groups = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(groups, int)
+    if len(node.args) < 3 or node.args[2] is None:
+        return freeze_all(tracer, node, "a normalisation without weights does not show its size")
     by_group = along(tracer, x, 1).reshape(groups, -1)
     if groups >= by_group.shape[1]:
         tracer.join(by_group, by_group[:, :1])
@@ -470,7 +410,7 @@ def _per_axis(value: Any, count: int) -> tuple[int, ...]:
 
 RULES |= {f"aten::{n}": pointwise for n in POINTWISE}
 RULES |= {f"aten::{n}": structural for n in STRUCTURAL}
-RULES |= {f"aten::{n}": pooling for n in POOLING}
+RULES |= {f"aten::{n}": pooling for n in POOLING | PADDING}
 RULES |= {f"aten::{n}": reduction for n in REDUCTIONS}
 RULES |= {f"aten::{n}": softmax for n in SOFTMAXES}
 RULES["getitem"] = getitem

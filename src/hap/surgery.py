@@ -65,9 +65,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
                 f"{seen}. Was the plan made for another model, or applied to this one before?"
             )
     modules = dict(model.named_modules())
-    for item in (*plan.grafts, *plan.widenings):
-        if item.module not in modules:
-            raise HapError(f"the plan does not fit this model: it has no module {item.module!r}")
+    for name in [g.module for g in plan.grafts] + [w.module for w in plan.widenings]:
+        if name not in modules:
+            raise HapError(f"the plan does not fit this model: it has no module {name!r}")
 
 
 def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
@@ -154,7 +154,7 @@ class Stream(nn.Module):
         return f"{len(self.index)} -> {self.width}"  # type: ignore[arg-type]
 
 
-def _to_stream(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.stream(output)
 
 
@@ -164,14 +164,14 @@ def _attach_widening(module: nn.Module, widen: Widen) -> None:
     module.register_forward_hook(_to_stream)
 
 
-def _with_implant(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:
     """The forward hook of a convolution that has an implant."""
     joined = torch.cat([output, module.implant(args[0])], dim=1)
     return joined if module.implant.order is None else joined.index_select(1, module.implant.order)
 
 
 def _attach_implant(module: nn.Module, implant: ImplantModule, graft: Graft) -> None:
-    order = None if graft.order is None else torch.tensor(graft.order, device=module.weight.device)  # type: ignore[union-attr]
+    order = None if graft.order is None else torch.tensor(graft.order, device=module.weight.device)  
     implant.register_buffer("order", order, persistent=False)
     module.add_module("implant", implant)
     module.register_forward_hook(_with_implant)

@@ -51,8 +51,10 @@ def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> lis
     reach = {n: np.concatenate([g.classes, groups.feeds[g.classes]]) for n, g in groups.items()}
     suspects = [n for n, g in groups.items() if len(g) > 1 and np.isin(reach[n], sized).any()]
 
+    shuffle = np.random.default_rng(0).permutation  # a random half: a regular one could fit by chance
+
     def fits(names: list[str]) -> bool:
-        removed = {n: range(len(groups[n]) // 2, len(groups[n])) for n in names}
+        removed = {n: shuffle(len(groups[n]))[: len(groups[n]) // 2].tolist() for n in names}
         try:
             apply_(copy.deepcopy(model), draft(groups, removed), example=example)
         except (HapError, RuntimeError, ValueError, IndexError, TypeError):
@@ -233,7 +235,7 @@ class Tracer:
         shared = next((w for w, n in self._uses.items() if n > 1), None)
         return Groups(
             coupling=self.coupling, groups=self._groups(axes), axes=axes, feeds=feeds, shapes=self.shapes,
-            trainable=self.trainable, terms=tuple(self.terms), sites=self.sites,
+            trainable=self.trainable, terms=tuple(self.terms), sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
             scales=tuple(dict.fromkeys(self.scales)), spanned=frozenset(int(c) for s in self.spanned for c in root[s]) - {0},
             frozen=tuple(dict.fromkeys(self.frozen)),

@@ -1,0 +1,62 @@
+"""Data sets by name or by folder."""
+
+from pathlib import Path
+
+import torch
+
+from hap.data.cifar import LAYOUTS, STATISTICS, find_layout, load_cifar
+from hap.data.dataset import Batch, Data, Split
+from hap.data.digits import load_digits
+from hap.data.folder import is_image_folder, load_folder
+from hap.errors import HapError
+
+__all__ = ["Batch", "Data", "Split", "load"]
+
+
+def load(
+    spec: str | Path,
+    root: str | Path | None = None,
+    device: torch.device | str | None = None,
+    size: int = 224,
+) -> Data:
+    """A data set in memory, on `device` when one is given.
+
+    `spec` is "digits"; "cifar10" or "cifar100", with the folder that holds the unpacked archive as `root`; or
+    a folder, which is or holds a CIFAR archive or has image files in train/CLASS/* and val/CLASS/* (or test).
+    `size` is the side of the square that image files are cut to.
+    """
+    data = _load(spec, None if root is None else Path(root), size)
+    return data if device is None else data.to(device)
+
+
+def _load(spec: str | Path, root: Path | None, size: int) -> Data:
+    if spec == "digits":
+        return load_digits()
+    if spec in STATISTICS:
+        return _load_named_cifar(str(spec), root)
+    folder = Path(spec) if root is None else root / spec
+    if not folder.is_dir():
+        raise HapError(
+            f"data {str(spec)!r}: expected digits, cifar10, cifar100 or a folder; {folder} is none"
+        )
+    found = find_layout(folder)
+    if found is not None:
+        return load_cifar(*found)
+    if is_image_folder(folder):
+        return load_folder(folder, size)
+    raise HapError(
+        f"{folder} holds no data set known here: expected {', '.join(layout.folder for layout in LAYOUTS)}, "
+        "or train/CLASS/* beside val/CLASS/* or test/CLASS/*"
+    )
+
+
+def _load_named_cifar(name: str, root: Path | None) -> Data:
+    folders = " or ".join(layout.folder for layout in LAYOUTS if layout.name == name)
+    if root is None:
+        raise HapError(f"data {name!r} needs its folder: give as root the folder that holds {folders}")
+    if not root.is_dir():
+        raise HapError(f"{root} is not a folder: expected the folder that holds {folders}")
+    found = find_layout(root, name)
+    if found is None:
+        raise HapError(f"{root} holds no {name}: expected {folders} in it")
+    return load_cifar(*found)
