@@ -42,8 +42,9 @@ from hap.training import evaluate, train
 __version__ = "0.1.0"
 
 __all__ = [
-    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GeometricMedian", "HapError",
-    "HessianTrace", "Implant", "Limits", "LowRank", "Magnitude", "Plan", "Pointwise", "Random", "Recipe", "Reversed",
-    "Scores", "SpatialLowRank", "Taylor", "apply_", "compensate_", "cost", "data", "draft", "evaluate", "export",
-    "latency", "load", "models", "plan", "prune_", "read", "recipes", "rules", "save", "score", "trace", "train",
+    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GeometricMedian",
+    "HapError", "HessianTrace", "Implant", "Limits", "LowRank", "Magnitude", "Plan", "Pointwise", "Random",
+    "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "apply_", "compensate_", "cost", "data",
+    "draft", "evaluate", "export", "latency", "load", "models", "plan", "prune_", "read", "recipes", "rules",
+    "save", "score", "trace", "train",
 ]  # fmt: skip

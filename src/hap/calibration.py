@@ -48,7 +48,7 @@ def patches(module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, nn.Linear):
         return x.reshape(-1, x.shape[-1]).double()
     assert isinstance(module, nn.Conv2d) and not isinstance(module.padding, str)
-    columns = F.unfold(x.double(), module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+    columns = F.unfold(x.double(), module.kernel_size, module.dilation, module.padding, module.stride)
     return columns.transpose(1, 2).flatten(0, 1)
 
 

@@ -83,7 +83,7 @@ def read(path: str | Path) -> Checkpoint:
     header = json.loads(text)
     if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
         raise HapError(
-            f"{path} has format {header.get('format')}; this version of HAP reads up to {FORMAT}. Upgrade HAP to load it."
+            f"{path} has format {header.get('format')}; this version of HAP reads up to {FORMAT}. Upgrade HAP."
         )
     plan = Plan.from_dict(header["plan"]) if header["plan"] is not None else None
     return Checkpoint(

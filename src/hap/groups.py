@@ -51,16 +51,16 @@ class Term:
 
 @dataclass(frozen=True)
 class Site:
-    """A convolution as an implant sees it. Sizes are in elements, `batch` is the example's."""
+    """A two-dimensional convolution as an implant sees it. Sizes are in elements, `batch` is the example's."""
 
     module: str
     weight: str
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    in_size: tuple[int, ...]
-    out_size: tuple[int, ...]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    in_size: tuple[int, int]
+    out_size: tuple[int, int]
     batch: int
 
     @property
@@ -90,7 +90,8 @@ class Groups(Mapping[str, Group]):
     """The result of `hap.trace`: groups by name, plus all that planning and surgery need to know.
 
     `axes[(parameter, dim)]` holds one class per index; `feeds[c]` is the stream class that class c feeds (0: none);
-    `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so that removing them changes the others.
+    `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so
+    that removing them changes the others.
     """
 
     coupling: str

@@ -31,7 +31,9 @@ POOLING = _names("""
     max_pool3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
     upsample_nearest3d upsample_trilinear3d
 """)
-PADDING = _names("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d")
+PADDING = _names(
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
+)
 """Windows over space: channel by channel."""
 
 REDUCTIONS = _names("all amax amin any argmax linalg_vector_norm logsumexp max mean min norm prod std sum var")

@@ -172,8 +172,8 @@ class _Search:
         if least > self.target:
             raise HapError(
                 f"{self.budget.kind}={self.budget.fraction} cannot be reached: with these limits at least "
-                f"{least / self.dense:.4f} is left (rounded up: {math.ceil(least / self.dense * 1e4) / 1e4:.4f}). Ask for "
-                "more, raise Limits.per_layer, or look at print(groups) for what is frozen."
+                f"{math.ceil(least / self.dense * 1e4) / 1e4:.4f} of the dense model is left. Ask for that or more, "
+                "raise Limits.per_layer, or look at print(groups) for what is frozen."
             )
         low, high = -1, len(self.order)
         while high - low > 1:
@@ -205,7 +205,7 @@ class _Search:
         return kept, grafted
 
     def _block(self, unit: int, whole: Bools) -> Ints | None:
-        """The classes to give back together with this unit so that `round_to` still holds, or None if that cannot be."""
+        """The classes to give back with this unit so that `round_to` still holds, or None if that cannot be."""
         step = self.limits.round_to
         if step == 1:
             return self.classes[[unit]]

@@ -1,4 +1,4 @@
-"""Plan: for every unit keep, implant or remove, and what that means for every parameter. A frozen value, JSON in and out."""
+"""Plan: for every unit keep, implant or remove, and what that means for every parameter. JSON in and out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Graft:
 
 @dataclass(frozen=True)
 class Widen:
-    """Channel i of the module's output becomes channel index[i] of a stream of `width` channels; the others are zero."""
+    """Channel i of the module's output becomes channel index[i] of a stream of `width` channels, else zero."""
 
     module: str
     index: tuple[int, ...]
@@ -157,9 +157,10 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
             cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
     cost = CostModel(groups, implant)
     nothing = np.zeros_like(kept)
-    gone = {int(c) for c in np.unique(np.concatenate([np.zeros(0, np.int64), *groups.axes.values()])) if not live[c]}
+    gone = set(np.flatnonzero(~live).tolist())
     return Plan(
-        kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling, cuts=tuple(cuts), grafts=tuple(grafts),
+        kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
+        cuts=tuple(cuts), grafts=tuple(grafts),
         widenings=tuple(_widenings(groups, live, sorting)), implant=implant if grafts else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example,
@@ -192,7 +193,7 @@ class _Sorting:
 
 
 def _in_blocks(group: Group, classes: Ints) -> bool:
-    """Whether the group's units stand on this axis in whole blocks, each u0..uN in order, evenly repeated (flattened maps)."""
+    """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
     inside = np.isin(classes, group.classes)
     if not inside.any():
         return True

@@ -21,8 +21,8 @@ from hap.tracing import trace
 def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
            params: float | None = None, flops: float | None = None, channels: float | None = None,
            implant: Implant | float | None = None, coupling: str = "joint", criterion: Criterion | str = "hessian",
-           limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), per_cost: bool = False, compensate: bool = False,
-           verify: bool = True) -> Plan:  # fmt: skip
+           limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), per_cost: bool = False,
+           compensate: bool = False, verify: bool = True) -> Plan:  # fmt: skip
     """Prune `model` in place to one budget (the fraction LEFT of params, flops or channels) and return the plan.
 
         plan = hap.prune_(model, example, batches, torch.nn.functional.cross_entropy, flops=0.4, implant=0.2)

@@ -17,7 +17,17 @@ from torch import Tensor, fx
 
 from hap.groups import Ints, Site
 from hap.operators import (
-    CONVOLUTIONS, KEEP_ZERO, PADDING, PIECEWISE_LINEAR, POINTWISE, POOLING, REDUCTIONS, SIZED, SOFTMAXES, STRUCTURAL, SUMS,
+    CONVOLUTIONS,
+    KEEP_ZERO,
+    PADDING,
+    PIECEWISE_LINEAR,
+    POINTWISE,
+    POOLING,
+    REDUCTIONS,
+    SIZED,
+    SOFTMAXES,
+    STRUCTURAL,
+    SUMS,
     TRANSPOSED,
 )  # fmt: skip
 
@@ -282,10 +292,11 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     batch = math.prod(shape_of(x)[: -spatial - 1])
     tracer.contraction(weight, batch * math.prod(out_size))
     module = tracer.called_once(node)
-    if module == weight.removesuffix(".weight") and groups == 1 and spatial == 2 and not isinstance(arguments["padding"], str):
-        stride, padding, dilation = (_per_axis(arguments[key], spatial) for key in ("stride", "padding", "dilation"))
-        in_size = shape_of(x)[-spatial:]
-        tracer.sites[weight] = Site(module, weight, shape[2:], stride, padding, dilation, in_size, out_size, batch)
+    plain = groups == 1 and spatial == 2 and not isinstance(arguments["padding"], str)
+    if plain and module == weight.removesuffix(".weight"):
+        stride, padding, dilation = (_pair(arguments[key]) for key in ("stride", "padding", "dilation"))
+        sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
+        tracer.sites[weight] = Site(module, weight, *sizes, batch)
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
@@ -312,7 +323,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, weight: str, dim: int) -> None:
-    """Grouped convolutions must keep equal groups: whole groups go, or the same channels of each, whichever is finer."""
+    """Grouped convolutions keep equal groups: whole groups go, or the same channels of each, whichever is finer."""
     if groups == 1:
         return tracer.tie(weight, dim, inputs, "in")
     by_group = inputs.reshape(groups, -1)
@@ -403,9 +414,9 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
-def _per_axis(value: Any, count: int) -> tuple[int, ...]:
+def _pair(value: Any) -> tuple[int, int]:
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * count if len(values) == 1 else values
+    return (values[0], values[-1])
 
 
 RULES |= {f"aten::{n}": pointwise for n in POINTWISE}

@@ -170,8 +170,8 @@ def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:
     return joined if module.implant.order is None else joined.index_select(1, module.implant.order)
 
 
-def _attach_implant(module: nn.Module, implant: ImplantModule, graft: Graft) -> None:
-    order = None if graft.order is None else torch.tensor(graft.order, device=module.weight.device)  
+def _attach_implant(module: Any, implant: ImplantModule, graft: Graft) -> None:
+    order = None if graft.order is None else torch.tensor(graft.order, device=module.weight.device)
     implant.register_buffer("order", order, persistent=False)
     module.add_module("implant", implant)
     module.register_forward_hook(_with_implant)
@@ -211,7 +211,8 @@ def _build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None
 def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
     """The convolution's geometry; sizes of maps are not needed to build."""
     assert not isinstance(conv.padding, str)
-    return Site(name, weight, conv.kernel_size, conv.stride, conv.padding, conv.dilation, (0, 0), (0, 0), 1)
+    kernel, stride, padding, dilation = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    return Site(name, weight, kernel, stride, padding, dilation, (0, 0), (0, 0), 1)  # type: ignore[arg-type]
 
 
 # ---- the executed check -------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
 
 
 def _masked(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> nn.Module:
-    """The dense model with zeros where the plan cuts, and with each implant written out as the k x k kernel it equals."""
+    """The dense model with zeros where the plan cuts, and each implant written out as the k x k kernel it equals."""
     masked = copy.deepcopy(model)
     tensors, modules = _tensors(masked), dict(masked.named_modules())
     for cut in plan.cuts:
@@ -255,7 +256,7 @@ def _masked(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
         dense[:, inputs.get(graft.weight, list(range(weight.shape[1])))] = implant.kernel()
         weight.data[rows] = dense
         if implant.bias_values is not None:
-            modules[graft.module].bias.data[rows] = implant.bias_values.detach()  # type: ignore[union-attr, index]
+            modules[graft.module].bias.data[rows] = implant.bias_values.detach()
     return masked
 
 

@@ -225,7 +225,7 @@ class Tracer:
     # ---- from labels to groups ------------------------------------------------------------------------------
 
     def finish(self, example: Any) -> Groups:
-        root = self.root = self._resolve()
+        root = self.root = self._resolve_all()
         axes = {key: root[labels] for key, labels in self.axes.items()}
         feeds = np.zeros(self._next, dtype=np.int64)
         for narrow, wide in self.feeds:
@@ -234,17 +234,37 @@ class Tracer:
         self._feeds = feeds
         shared = next((w for w, n in self._uses.items() if n > 1), None)
         return Groups(
-            coupling=self.coupling, groups=self._groups(axes), axes=axes, feeds=feeds, shapes=self.shapes,
-            trainable=self.trainable, terms=tuple(self.terms), sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
+            coupling=self.coupling,
+            groups=self._groups(axes),
+            axes=axes,
+            feeds=feeds,
+            shapes=self.shapes,
+            trainable=self.trainable,
+            terms=tuple(self.terms),
+            sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
-            scales=tuple(dict.fromkeys(self.scales)), spanned=frozenset(int(c) for s in self.spanned for c in root[s]) - {0},
+            scales=tuple(dict.fromkeys(self.scales)),
+            spanned=frozenset(int(c) for s in self.spanned for c in root[s]) - {0},
             frozen=tuple(dict.fromkeys(self.frozen)),
-            curved=self.curved or (shared and f"{shared} used twice"), example=example,
-        )  # fmt: skip
+            curved=self.curved or (shared and f"{shared} is used twice"),
+            example=example,
+        )
 
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""
         return np.setdiff1d(self.root[np.concatenate([np.zeros(1, np.int64), *self.sized])], [0])
+
+    def _resolve_all(self) -> Ints:
+        """As `_resolve`; what no layer produces, such as a learned token, is frozen."""
+        root = self._resolve()
+        made = [root[labels] for key, labels in self.axes.items() if self.roles[key] == "out"]
+        made += [root[wide] for _, wide in self.feeds]
+        present = np.unique(np.concatenate([np.zeros(1, np.int64), *(root[a] for a in self.axes.values())]))
+        orphans = np.setdiff1d(present, np.concatenate([np.zeros(1, np.int64), *made]))
+        if not len(orphans):
+            return root
+        self.join(orphans, np.zeros_like(orphans))
+        return self._resolve()
 
     def _resolve(self) -> Ints:
         """The class of every label.
@@ -263,7 +283,7 @@ class Tracer:
             )
             root = components(self._next, a, b)
             low, high = root[narrow], root[wide]
-            merge = np.isin(low, high) & (low != high)
+            merge = (np.isin(low, high) | (low == 0)) & (low != high)
             if not merge.any():
                 return root
             self.join(low[merge], high[merge])

@@ -36,9 +36,7 @@ def _load(spec: str | Path, root: Path | None, size: int) -> Data:
         return _load_named_cifar(str(spec), root)
     folder = Path(spec) if root is None else root / spec
     if not folder.is_dir():
-        raise HapError(
-            f"data {str(spec)!r}: expected digits, cifar10, cifar100 or a folder; {folder} is none"
-        )
+        raise HapError(f"data {str(spec)!r}: expected digits, cifar10, cifar100 or a folder; {folder} is none")
     found = find_layout(folder)
     if found is not None:
         return load_cifar(*found)

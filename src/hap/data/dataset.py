@@ -81,9 +81,7 @@ class Data:
     def calibration(self, n: int = 512, seed: int = 0, size: int = 128) -> list[Batch]:
         """`n` training images drawn once by `seed`, in normalised batches of `size`, without augmentation."""
         if not 1 <= n <= len(self.train):
-            raise HapError(
-                f"calibration wants {n} images: {self.name} has 1 to {len(self.train)} to draw from"
-            )
+            raise HapError(f"calibration wants {n} images: {self.name} has 1 to {len(self.train)} to draw from")
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))[:n]
         index = order.to(self.train.images.device)
         drawn = Split(self.train.images[index], self.train.labels[index])
@@ -120,13 +118,9 @@ def crop(images: Tensor, offset: Tensor, mirror: Tensor, pad: int) -> Tensor:
 def _check_split(name: str, split: Split, classes: int) -> None:
     images, labels = split.images, split.labels
     if images.dtype != torch.uint8 or images.ndim != 4:
-        raise HapError(
-            f"{name}: images are {images.dtype} {tuple(images.shape)}, expected uint8 (N, C, H, W)"
-        )
+        raise HapError(f"{name}: images are {images.dtype} {tuple(images.shape)}, expected uint8 (N, C, H, W)")
     if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise HapError(
-            f"{name}: labels are {labels.dtype} {tuple(labels.shape)}, expected int64 ({len(images)},)"
-        )
+        raise HapError(f"{name}: labels are {labels.dtype} {tuple(labels.shape)}, expected int64 ({len(images)},)")
     if not len(labels):
         raise HapError(f"{name}: no images, expected at least one")
     low, high = int(labels.min()), int(labels.max())

@@ -23,9 +23,7 @@ def load_folder(root: Path, size: int = 224) -> Data:
     classes = _class_names(train)
     unknown = set(_class_names(test)) - set(classes)
     if unknown:
-        raise HapError(
-            f"{test / min(unknown)} has no counterpart in {train}: both need the same class folders"
-        )
+        raise HapError(f"{test / min(unknown)} has no counterpart in {train}: both need the same class folders")
     return Data(
         _read_split(train, classes, size),
         _read_split(test, classes, size),
@@ -61,9 +59,7 @@ def _read_split(split: Path, classes: list[str], size: int) -> Split:
             continue
         found = sorted(p for p in (split / name).iterdir() if p.suffix.lower() in SUFFIXES)
         if not found:
-            raise HapError(
-                f"{split / name} has no {', '.join(SUFFIXES)} files: add some or remove the folder"
-            )
+            raise HapError(f"{split / name} has no {', '.join(SUFFIXES)} files: add some or remove the folder")
         files += [(path, label) for path in found]
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
     for row, (path, _) in enumerate(track(files, description=f"reading {split.name}")):

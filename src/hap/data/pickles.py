@@ -57,9 +57,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
             f"{path} is not a CIFAR python file: {error}; fetch it again or use the binary version"
         ) from error
     if not isinstance(found, dict):
-        raise HapError(
-            f"{path} holds a {type(found).__name__}: expected the dictionary of a CIFAR python file"
-        )
+        raise HapError(f"{path} holds a {type(found).__name__}: expected the dictionary of a CIFAR python file")
     return {_text(key): _finished(value) for key, value in found.items()}
 
 

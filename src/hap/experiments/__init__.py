@@ -1,0 +1,11 @@
+"""Experiments: train, prune in several ways, fine-tune, and leave result files that the report reads."""
+
+from hap.experiments.config import DenseStep, Experiment, FinetuneStep, PruneStep, read_config
+from hap.experiments.demo import demo_experiment
+from hap.experiments.results import Measured, Result, read_results, write_result
+from hap.experiments.run import run
+
+__all__ = [
+    "DenseStep", "Experiment", "FinetuneStep", "Measured", "PruneStep", "Result", "demo_experiment", "read_config",
+    "read_results", "run", "write_result",
+]  # fmt: skip

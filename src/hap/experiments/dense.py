@@ -1,4 +1,4 @@
-"""Dense CIFAR-10 baselines, several side by side on one device, each with a result file and a half-precision checkpoint.
+"""Dense CIFAR-10 baselines, several side by side on one device, each with a result file and a checkpoint.
 
     python -m hap.experiments.dense --data data/cifar10 --out results/cifar10 --work runs/dense --seconds 540
 
@@ -17,8 +17,8 @@ from torch import nn
 
 import hap
 from hap.checkpoint import save
-from hap.provenance import provenance
 from hap.files import write_json
+from hap.provenance import provenance
 from hap.training import History, evaluate, train_many
 
 
@@ -56,7 +56,8 @@ def main() -> None:
         models.append(hap.models.build(model, classes=data.classes).to(options.device))
         chosen.append(hap.recipes.Recipe.from_dict(recipes(options.epochs)[recipe].to_dict() | {"seed": seed}))
     if not jobs:
-        return print("all done")
+        print("all done")
+        return
     begun = time.monotonic()
     histories = train_many(models, data, chosen, checkpoint_dir=options.work, seconds=options.seconds, progress=False)
     for job, model, recipe, history in zip(jobs, models, chosen, histories, strict=True):

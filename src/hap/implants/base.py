@@ -60,7 +60,7 @@ class Implant(ABC):
 
     @abstractmethod
     def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
-        """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs), see `Pointwise`."""
+        """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs) for `Pointwise`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": type(self).__name__} | dataclasses.asdict(self)

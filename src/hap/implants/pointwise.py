@@ -29,7 +29,7 @@ class PointwiseImplant(ImplantModule):
             bias=bias is not None,
             device=weight.device,
             dtype=weight.dtype,
-        )  # type: ignore[arg-type]
+        )
         self.conv.weight.data = weight[:, :, None, None].clone()
         if bias is not None:
             assert self.conv.bias is not None

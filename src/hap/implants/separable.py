@@ -19,7 +19,7 @@ class SeparableImplant(ImplantModule):
         inputs, rows = depthwise.shape[0], pointwise.shape[0]
         self.depthwise = nn.Conv2d(
             inputs, inputs, site.kernel, site.stride, site.padding, site.dilation, groups=inputs, bias=False
-        )  # type: ignore[arg-type]
+        )
         self.pointwise = nn.Conv2d(inputs, rows, 1, bias=bias is not None)
         self.depthwise.weight.data = depthwise[:, None].clone()
         self.pointwise.weight.data = pointwise[:, :, None, None].clone()

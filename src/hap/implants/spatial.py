@@ -41,7 +41,7 @@ class SpatialImplant(ImplantModule):
 
 @dataclass(frozen=True)
 class SpatialLowRank(Implant):
-    """Rank `rank` over space, shared by all implanted channels of a layer. Starts at the truncated SVD of the kernels."""
+    """Rank `rank` over space, shared by all implanted channels of a layer. Starts at the kernels' truncated SVD."""
 
     init: str = "svd"
     rank: int = 2

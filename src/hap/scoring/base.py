@@ -26,7 +26,7 @@ Batch = tuple[Any, Any]
 
 
 class Scores(dict[str, Tensor]):
-    """One value per unit, by group. `errors` holds standard errors where the criterion estimates, `about` how it ran."""
+    """One value per unit, by group. `errors` holds standard errors of estimates, `about` how the criterion ran."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ def _check_labels(output: Any, target: Any, loss: Loss) -> None:
     bad = target[(target != getattr(loss, "ignore_index", -100)) & ((target < 0) | (target >= classes))]
     if bad.numel():
         raise HapError(
-            f"label {int(bad[0])} is out of range: the model has {classes} outputs, so labels go from 0 to {classes - 1}"
+            f"label {int(bad[0])} is out of range: the model has {classes} outputs, so labels end at {classes - 1}"
         )
 
 

@@ -36,7 +36,7 @@ class Taylor(Criterion):
 
 @dataclass(frozen=True)
 class DiagonalFisher(Criterion):
-    """1/2 sum over the unit's weights of E[g^2] w^2, g the gradient of one sample's loss: the empirical Fisher's diagonal."""
+    """1/2 sum over the unit's weights of E[g^2] w^2, g a sample's gradient: the diagonal of the empirical Fisher."""
 
     chunk: int = 32
 
@@ -48,7 +48,7 @@ class DiagonalFisher(Criterion):
             count = samples(batch)
             problem.evaluate({}, batch)  # for its checks
             for start in range(0, count, self.chunk):
-                part = pytree.tree_map(lambda t, s=start: t[s : s + self.chunk], batch)  # type: ignore[misc]
+                part = pytree.tree_map(lambda t, s=start: t[s : s + self.chunk], batch)
                 for name, gradient in self._per_sample(problem, part).items():
                     squares[name] += share / count * gradient.double().square().sum(0)
         return Scores(
@@ -73,7 +73,7 @@ class DiagonalFisher(Criterion):
 
 @dataclass(frozen=True)
 class OBD(Criterion):
-    """1/2 sum over the unit's weights of H_ii w_i^2 (optimal brain damage), the diagonal estimated as the mean of v * Hv."""
+    """1/2 sum over the unit's weights of H_ii w_i^2 (optimal brain damage), H_ii estimated as the mean of v * Hv."""
 
     probes: int = 300
     chunk: int = 1

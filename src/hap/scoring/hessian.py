@@ -106,11 +106,13 @@ class HessianTrace(Criterion):
                 )
                 products = operator.products(vectors, self.chunk)
             for i in range(len(next(iter(vectors.values())))):
-                quadratic = {n: vectors[n][i].double() * products[n][i].double() for n in vectors}
-                parts = problem.assemble(
-                    lambda g, p, q=quadratic: sensitivity(problem, g, p, problem.per_unit(g, p, q[p.weight]))
-                )  # type: ignore[misc]
-                yield torch.cat([parts[n] for n in problem.groups])
+                yield self._estimate(problem, {n: vectors[n][i].double() * products[n][i].double() for n in vectors})
+
+    @staticmethod
+    def _estimate(problem: Problem, quadratic: dict[str, Tensor]) -> Tensor:
+        """Scores from the elements of v * Hv of one probe."""
+        parts = problem.assemble(lambda g, p: sensitivity(problem, g, p, problem.per_unit(g, p, quadratic[p.weight])))
+        return torch.cat([parts[n] for n in problem.groups])
 
     def _settled(self, mean: Tensor, square: Tensor, count: int) -> bool:
         assert self.settle is not None

@@ -54,7 +54,7 @@ class Random(Criterion):
 
 @dataclass(frozen=True)
 class GeometricMedian(Criterion):
-    """Mean distance to the other units of the layer, per root weight: the redundant go first (He et al., 2019)."""
+    """Mean distance to the layer's other units, per root weight: the redundant go first (He et al., 2019)."""
 
     name: ClassVar[str] = "geometric-median"
 
@@ -69,7 +69,7 @@ class GeometricMedian(Criterion):
 
 @dataclass(frozen=True)
 class BNScale(Criterion):
-    """|gamma| of the normalisation behind a unit (network slimming, Liu et al., 2017), summed where there are several."""
+    """|gamma| of the normalisation behind a unit, summed where there are several (slimming, Liu et al., 2017)."""
 
     name: ClassVar[str] = "bn-scale"
 
@@ -88,7 +88,8 @@ class BNScale(Criterion):
                     total.index_add_(0, torch.from_numpy(unit[unit >= 0]), gamma[unit >= 0])
             if not found:
                 raise HapError(
-                    f"group {name!r} has no batch normalisation of its own; trace with ignore=({name!r},) or use another criterion"
+                    f"group {name!r} has no batch normalisation of its own; trace with ignore=({name!r},) "
+                    "or use another criterion"
                 )
             values[name] = total
         return Scores(values)

@@ -1,0 +1,20 @@
+"""The command line: `hap COMMAND`. Errors of the user are one line on stderr and exit status 2."""
+
+from hap.cli.app import app
+from hap.cli.experiments import demo, report, run
+from hap.cli.inspecting import evaluate, export, info
+from hap.cli.pruning import prune, score
+from hap.cli.training import finetune, train
+
+__all__ = ["app", "main"]
+
+for command, name in (
+    (demo, "demo"), (train, "train"), (score, "score"), (prune, "prune"), (finetune, "finetune"), (run, "run"),
+    (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"),
+):  # fmt: skip
+    app.command(name, no_args_is_help=name in ("train", "run"))(command)
+
+
+def main() -> None:
+    """The entry point of `hap`."""
+    app()

@@ -1,0 +1,53 @@
+"""The application: what all commands share around their work."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import hap
+from hap.cli.screen import error_line
+from hap.errors import HapError
+
+
+class Commands(TyperGroup):
+    """Commands whose users see one line instead of a traceback when they err or press Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HapError as error:
+            error_line(f"error: {error}")
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            error_line("interrupted: nothing was written; the same command starts again")
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Make trained neural networks smaller and faster: Hessian-aware structured pruning with neural implants.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"hap {hap.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _hap(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,122 @@
+"""hap demo, hap run, hap report."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hap.cli.options import Device, Seed, allow_local_modules, check_out
+from hap.cli.screen import Screen, out, resumable, table, working, wrote
+from hap.errors import HapError
+from hap.experiments import Experiment, Result, demo_experiment, read_config
+from hap.experiments import run as run_experiment
+from hap.experiments.demo import OUT
+from hap.experiments.networks import pick_device
+from hap.report import write_report
+from hap.report.summary import Row, summarise
+
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
+AGAIN = "the same command goes on where it stopped"
+
+
+def demo(
+    out_folder: Annotated[Path, typer.Option("--out", help="Where results, checkpoints and the report go.")] = Path(OUT),
+    quick: Annotated[bool, typer.Option("--quick", help="One epoch of everything, only to see that it works.")] = False,
+    fresh: Fresh = False,
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Train, prune and compare a small network on handwritten digits: the whole of HAP in about a minute.
+
+    \b
+    Examples:
+      hap demo
+      hap demo --fresh --seed 7 --out runs/again
+    """
+    experiment = demo_experiment(str(out_folder), seed, quick)
+    _carry_out(experiment, device, fresh)
+
+
+def run(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to do; see docs/command-line.md.")],
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Instead of the config's out folder.")] = None,
+    fresh: Fresh = False,
+    device: Device = None,
+) -> None:
+    """Carry out an experiment: a dense network, several ways to prune it, fine-tuning, results and a report.
+
+    \b
+    Examples:
+      hap run examples/digits.toml
+      hap run examples/digits.toml --out runs/other --device cpu
+    """
+    experiment = read_config(config)
+    if out_folder is not None:
+        experiment = dataclasses.replace(experiment, out=str(out_folder))
+    if ":" in experiment.model:
+        allow_local_modules()
+    _carry_out(experiment, device, fresh)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RESULTS_DIR", help="A folder with result files.")],
+    out_file: Annotated[Path | None, typer.Option("--out", help="Default: RESULTS_DIR/report.html")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write the main chart as a picture.")] = None,
+) -> None:
+    """Make one self-contained page from result files.
+
+    \b
+    Examples:
+      hap report runs/demo
+      hap report runs/demo --out report.html --png summary.png
+    """
+    path = check_out(out_file or folder / "report.html") if folder.is_dir() else Path()
+    with working("drawing"):
+        write_report(folder, path, png)
+    wrote(path)
+
+
+def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
+    folder, where = Path(experiment.out), pick_device(device)
+    check_out(folder / "report.html")
+    if fresh:
+        _forget(folder)
+    with resumable(AGAIN):
+        results = run_experiment(experiment, where, Screen())
+        with working("drawing the report"):
+            write_report(folder, folder / "report.html", folder / "summary.png")
+    _show(results)
+    wrote(folder / "report.html")
+
+
+def _forget(folder: Path) -> None:
+    """Remove what an experiment left, and nothing else."""
+    for name in ("results", "training"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    try:
+        for path in [*folder.glob("*.safetensors"), folder / "report.html", folder / "summary.png"]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise HapError(f"cannot remove {path}: {error.strerror or error}") from error
+
+
+def _show(results: list[Result]) -> None:
+    rows = summarise(results)
+    shown = [[r.name, _accuracy(r), f"{r.params:,}", f"{r.params_left:.1%}", f"{r.macs:,}", f"{r.macs_left:.1%}",
+              f"{r.latency:.2f} ms", f"{r.speed:.2f}x"] for r in rows]  # fmt: skip
+    head = ["method", "accuracy", "params", "left", "FLOPs", "left", "latency", "speed"]
+    first = results[0]
+    out().print(table(head, shown, title=f"{first.config['model']} on {first.config['data']}"))
+    seeds = max(len(r.accuracies) for r in rows)
+    spread = f"Accuracy: mean and standard deviation over {seeds} fine-tunings. " if seeds > 1 else ""
+    out().print(f"{spread}FLOPs: multiply-adds of one image. Latency: {first.dense.batch} images on "
+                f"{first.hardware['device']}.", style="dim", soft_wrap=True)  # fmt: skip
+
+
+def _accuracy(row: Row) -> str:
+    spread = f" ± {100 * row.deviation:.2f}" if row.deviation is not None else ""
+    return f"{100 * row.accuracy:.2f}%{spread}"

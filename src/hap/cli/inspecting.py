@@ -1,0 +1,118 @@
+"""hap eval, hap export, hap info."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import hap
+from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, data_for, opened
+from hap.cli.screen import out as screen
+from hap.cli.screen import percent, plan_table, share, table, working, wrote
+from hap.errors import HapError
+from hap.experiments.networks import measure, stored_example
+
+
+def evaluate(
+    checkpoint: Saved,
+    data: DataSpec = None,
+    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    model: Model = None,
+    data_root: DataRoot = None,
+    image_size: ImageSize = None,
+    device: Device = None,
+) -> None:
+    """Measure accuracy, cost and latency of a network.
+
+    \b
+    Examples:
+      hap eval runs/pruned.safetensors --data digits
+      hap eval runs/pruned.safetensors --split train --device cpu
+    """
+    if split not in ("train", "test"):
+        raise HapError(f"--split is {split!r}; expected train or test")
+    network, saved, spec = opened(checkpoint, model, device)
+    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    with working("evaluating"):
+        result = hap.evaluate(network, found, split)
+        side = measure(network, found, result.accuracy)
+    rows = [
+        ["accuracy", f"{percent(result.accuracy)} of {result.count} {split} images"],
+        ["loss", f"{result.loss:.4f}"],
+        ["params", f"{side.params:,}"],
+        ["FLOPs", f"{side.macs:,} multiply-adds for one image"],
+        ["latency", f"{side.latency:.2f} ms for {side.batch} images on {next(iter(network.parameters())).device}"],
+    ]
+    screen().print(_pairs(rows))
+
+
+def export(
+    checkpoint: Saved,
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .onnx or .pt2.")],
+    batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 1,
+    model: Model = None,
+) -> None:
+    """Write a network as ONNX or as a torch.export program.
+
+    \b
+    Examples:
+      hap export runs/pruned.safetensors runs/pruned.onnx
+      hap export runs/pruned.safetensors runs/pruned.pt2 --batch 32
+    """
+    if out.suffix not in (".onnx", ".pt2"):
+        raise HapError(f"cannot export to {out}: the name must end in .onnx or .pt2")
+    check_out(out)
+    network, saved, _ = opened(checkpoint, model, "cpu")
+    with working(f"exporting to {out.name}"):
+        hap.export(out, network, stored_example(saved, checkpoint, batch))
+    wrote(out)
+
+
+def info(checkpoint: Saved) -> None:
+    """Say what a checkpoint holds, without loading its network or running any of its code.
+
+    \b
+    Example:
+      hap info runs/pruned.safetensors
+    """
+    found = hap.read(checkpoint)
+    about, metrics = found.about, found.metrics
+    size = sum(math.prod(shape) for shape in found.shapes.values())
+    rows = [["file", f"{checkpoint}, format {found.format}"]]
+    rows += [[key, _plain(about[key])] for key in ("model", "data", "classes", "input") if key in about]
+    rows += [[key, about[word]] for key, word in (("from", "pruned_from"), ("from", "finetuned_from")) if word in about]
+    rows.append(["tensors", f"{len(found.shapes)}, {size:,} values"])
+    if "accuracy" in metrics:
+        rows.append(["accuracy", percent(metrics["accuracy"])])
+    if found.plan is not None:
+        before, after = found.plan.before, found.plan.after
+        rows.append(["params", f"{before.params:,} -> {after.params:,} ({share(after.params, before.params)} left)"])
+        rows.append(["FLOPs", f"{before.macs:,} -> {after.macs:,} ({share(after.macs, before.macs)} left)"])
+        rows.append(["coupling", found.plan.coupling])
+        if found.plan.implant is not None:
+            rows.append(["implants", ", ".join(f"{k} {v}" for k, v in found.plan.implant.to_dict().items())])
+    elif "params" in metrics:
+        rows.append(["params", f"{metrics['params']:,}"])
+        rows.append(["FLOPs", f"{metrics.get('macs', 0):,}"])
+    if found.recipe is not None:
+        shown = ("epochs", "batch", "lr", "schedule", "distill", "seed")
+        rows.append(["recipe", ", ".join(f"{k} {found.recipe[k]}" for k in shown if k in found.recipe)])
+    screen().print(_pairs([[key, str(value)] for key, value in rows]))
+    if found.plan is not None:
+        screen().print(plan_table(found.plan))
+
+
+def _plain(value: Any) -> str:
+    return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _pairs(rows: list[list[str]]) -> Any:
+    made = table(["", ""], rows)
+    made.show_header = False
+    made.columns[1].justify = "left"
+    made.columns[1].no_wrap = False
+    made.columns[1].overflow = "fold"
+    return made

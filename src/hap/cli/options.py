@@ -1,0 +1,88 @@
+"""Options that several commands share, each with one meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import nn
+
+from hap.checkpoint import Checkpoint
+from hap.cli.screen import working
+from hap.data import Data
+from hap.errors import HapError
+from hap.experiments.networks import check_reads, load_data, open_checkpoint, pick_device, stored_data
+from hap.files import write_atomic
+from hap.scoring import CRITERIA
+
+Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A zoo name or package.module:factory. Only needed if the checkpoint holds no zoo network."),
+]
+DataSpec = Annotated[
+    str | None,
+    typer.Option("--data", help="digits, cifar10, cifar100 or a folder. Default: what the network was trained on."),
+]
+DataRoot = Annotated[Path | None, typer.Option(help="The folder that holds the unpacked cifar10 or cifar100.")]
+ImageSize = Annotated[
+    int | None, typer.Option(min=1, help="Side of the square that a folder's images are cut to. Default: the model's.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")]
+Calibration = Annotated[int, typer.Option(min=1, help="Training images to score on.")]
+Criterion = Annotated[
+    str, typer.Option(help=f"What is insensitive: {', '.join(CRITERIA)}, or reversed-NAME.", show_default=True)
+]
+Coupling = Annotated[
+    str, typer.Option(help="At sums of branches: joint (a channel goes from all) or union (the paper's).")
+]
+Probes = Annotated[
+    int | None, typer.Option(min=2, help="Estimate the Hessian's trace with so many probes, instead of exactly.")
+]
+
+
+def opened(path: Path, model: str | None, device: str | None) -> tuple[nn.Module, Checkpoint, str]:
+    """A checkpoint's network on the device, what the checkpoint says, and the network's name."""
+    if model is not None and ":" in model:
+        allow_local_modules()
+    network, checkpoint, spec = open_checkpoint(path, model)
+    return network.to(pick_device(device)), checkpoint, spec
+
+
+def data_for(path: Path, network: nn.Module, checkpoint: Checkpoint, spec: str, data: str | None, root: Path | None,
+             size: int | None) -> Data:  # fmt: skip
+    """The data asked for, or the checkpoint's, on the network's device."""
+    if size is None and isinstance(shape := checkpoint.about.get("input"), list) and shape:
+        size = shape[-1]
+    with working("reading the data"):
+        found = load_data(data or stored_data(checkpoint, path), spec, root, size)
+    found = found.to(next(iter(network.parameters())).device)
+    check_reads(network, found, spec)
+    return found
+
+
+def allow_local_modules() -> None:
+    """Let --model name a module in the current folder, as python -m would."""
+    import sys
+
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def check_out(path: Path) -> Path:
+    """Refuse a place that cannot be written to before the work, not after it."""
+    if path.is_dir():
+        raise HapError(f"cannot write {path}: it is a folder; give a file name")
+    probe = path.with_name(f".{path.name}.check")
+    write_atomic(probe, lambda temporary: None)
+    probe.unlink(missing_ok=True)
+    return path
+
+
+def check_saved_name(path: Path) -> Path:
+    """Checkpoints are safetensors files, and say so."""
+    if path.suffix != ".safetensors":
+        raise HapError(f"{path} is to be a checkpoint; its name must end in .safetensors")
+    return check_out(path)

@@ -1,0 +1,140 @@
+"""hap train, hap finetune."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+import hap
+from hap import recipes
+from hap.cli.options import (
+    DataRoot, DataSpec, Device, ImageSize, Model, Saved, Seed, allow_local_modules, check_saved_name, data_for, opened,
+)  # fmt: skip
+from hap.cli.screen import percent, resumable, say, working, wrote
+from hap.data import Data
+from hap.errors import HapError
+from hap.experiments.config import DISTILL
+from hap.experiments.networks import about, check_reads, example_of, fresh, load_data, pick_device
+from hap.plans import Plan
+from hap.recipes import Recipe
+
+RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
+Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
+Rate = Annotated[float | None, typer.Option("--lr", help="The highest learning rate, instead of the recipe's.")]
+Batch = Annotated[int | None, typer.Option(help="Images per step, instead of the recipe's.")]
+Log = Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")]
+
+
+def train(
+    model: Annotated[str, typer.Option(help="A zoo name or package.module:factory.")],
+    data: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or a folder.")],
+    out: Annotated[Path, typer.Option(help="The checkpoint to write (.safetensors).")],
+    recipe: RecipeName = None,
+    epochs: Epochs = None,
+    lr: Rate = None,
+    batch: Batch = None,
+    data_root: DataRoot = None,
+    image_size: ImageSize = None,
+    device: Device = None,
+    seed: Seed = 0,
+    log: Log = None,
+) -> None:
+    """Train a network from scratch. After Ctrl-C the same command goes on.
+
+    \b
+    Examples:
+      hap train --model digits_resnet --data digits --recipe digits --out runs/dense.safetensors
+      hap train --model mynet:build --data photos/ --recipe best-pretrain --epochs 90 --out runs/mynet.safetensors
+    """
+    chosen = _chosen(recipe, "digits" if data == "digits" else "best-pretrain", seed, epochs, lr, batch)
+    where = pick_device(device)
+    if ":" in model:
+        allow_local_modules()
+    network = fresh(model, None, seed) if ":" not in model else None
+    with working("reading the data"):
+        found = load_data(data, model, data_root, image_size).to(where)
+    network = fresh(model, found.classes, seed).to(where)
+    check_reads(network, found, model)
+    _train_and_save(network, found, chosen, check_saved_name(out), about(model, found), None, None, log)
+
+
+def finetune(
+    checkpoint: Saved,
+    data: DataSpec = None,
+    recipe: RecipeName = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="A checkpoint of the dense network, whose outputs guide the training.")
+    ] = None,
+    distill: Annotated[
+        float | None,
+        typer.Option(help=f"The teacher's weight, 0 to 1. Default: the recipe's, else {DISTILL} with a teacher."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The checkpoint to write. Default: CHECKPOINT-finetuned.safetensors")
+    ] = None,
+    epochs: Epochs = None,
+    lr: Rate = None,
+    batch: Batch = None,
+    model: Model = None,
+    data_root: DataRoot = None,
+    image_size: ImageSize = None,
+    device: Device = None,
+    seed: Seed = 0,
+    log: Log = None,
+) -> None:
+    """Train a pruned (or dense) network further. After Ctrl-C the same command goes on.
+
+    \b
+    Examples:
+      hap finetune runs/pruned.safetensors --data digits --recipe digits-finetune
+      hap finetune runs/pruned.safetensors --teacher runs/dense.safetensors --out runs/final.safetensors
+    """
+    network, saved, spec = opened(checkpoint, model, device)
+    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    chosen = _chosen(recipe, "digits-finetune" if found.name == "digits" else "best-finetune", seed, epochs, lr, batch)
+    chosen = _with_teacher(chosen, teacher, distill)
+    guide = opened(teacher, model, device)[0] if teacher is not None else None
+    path = out or checkpoint.with_name(f"{checkpoint.stem}-finetuned.safetensors")
+    if path.resolve() == checkpoint.resolve():
+        raise HapError(f"--out is the checkpoint itself, {path}; give another name")
+    described = {**about(spec, found), "finetuned_from": checkpoint.name}
+    _train_and_save(network, found, chosen, check_saved_name(path), described, saved.plan, guide, log)
+
+
+def _chosen(name: str | None, default: str, seed: int, epochs: int | None, lr: float | None,
+            batch: int | None) -> Recipe:  # fmt: skip
+    given = {"epochs": epochs, "lr": lr, "batch": batch}
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    return recipes.get(name or default, seed=seed, **changes)
+
+
+def _with_teacher(recipe: Recipe, teacher: Path | None, distill: float | None) -> Recipe:
+    if teacher is None:
+        if distill:
+            raise HapError(f"--distill {distill} needs --teacher, a checkpoint of the dense network")
+        return dataclasses.replace(recipe, distill=0.0)
+    return dataclasses.replace(recipe, distill=distill if distill is not None else recipe.distill or DISTILL)
+
+
+def _train_and_save(network: nn.Module, data: Data, recipe: Recipe, path: Path, described: dict[str, Any],
+                    plan: Plan | None, teacher: nn.Module | None, log: Path | None) -> None:  # fmt: skip
+    state = path.with_name(f"{path.stem}.training.safetensors")
+    if state.exists():
+        say(f"going on from {state}")
+    with resumable(f"the same command goes on from the last finished epoch ({state} keeps it)"):
+        history = hap.train(network, data, recipe, teacher=teacher, checkpoint=state, log_dir=log)
+        found = hap.evaluate(network, data)
+        count = hap.cost(network, example_of(data).to(next(iter(network.parameters())).device))
+        metrics = {
+            "accuracy": found.accuracy, "loss": found.loss, "params": count.params, "macs": count.macs,
+            "seconds": sum(history.seconds),
+        }  # fmt: skip
+        hap.save(path, network, plan, recipe=recipe, metrics=metrics, about=described)
+        state.unlink(missing_ok=True)
+    say(f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
+        f"in {sum(history.seconds):.0f} s")  # fmt: skip
+    wrote(path)

@@ -1,0 +1,151 @@
+"""Networks and data as the command line and experiments name them: by zoo name, factory, checkpoint or folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hap
+from hap import models
+from hap.checkpoint import Checkpoint
+from hap.data import Data
+from hap.errors import HapError
+from hap.examples import run as call
+from hap.experiments.results import Measured
+from hap.latency import Latency, latency
+
+NAMED_DATA = ("digits", "cifar10", "cifar100")
+LATENCY_BATCH = 256
+LATENCY_SECONDS = 0.2
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, or CUDA where there is one, else the CPU."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise HapError(f"device is {name!r}; expected cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise HapError(f"device is {name!r}; expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise HapError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def load_data(spec: str, model: str | None = None, root: str | Path | None = None, size: int | None = None) -> Data:
+    """A data set; images of a folder are cut to `size`, or to what the zoo's network of that name reads."""
+    if size is None:
+        size = models.info(model).input_shape[-1] if model in models.names() else 224
+    return hap.data.load(spec, root=root, size=size)
+
+
+def fresh(spec: str, classes: int | None, seed: int = 0) -> nn.Module:
+    """A newly initialised network, the same for the same seed."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        return models.resolve(spec, classes).eval()
+
+
+def example_of(data: Data, count: int = 1) -> Tensor:
+    """The first training images, as the network sees them."""
+    return next(data.batches("train", count))[0]
+
+
+def check_reads(model: nn.Module, data: Data, name: str) -> None:
+    """Refuse a network that cannot be run on the data or that has another number of classes."""
+    shape = tuple(data.train.images.shape[1:])
+    device = next(iter(model.parameters())).device
+    try:
+        output = call(model, example_of(data).to(device))
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise HapError(f"{name} cannot read an image of {data.name}, shaped {shape}: {why}") from error
+    found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if found != (1, data.classes):
+        raise HapError(
+            f"{name} turns one image of {data.name} into {found}; expected (1, {data.classes}), one logit per class"
+        )
+
+
+def about(spec: str, data: Data) -> dict[str, Any]:
+    """What a checkpoint says of its network, so that later commands need not be told."""
+    shape = list(data.train.images.shape[1:])
+    return {"model": spec, "classes": data.classes, "data": data.name, "input": shape}
+
+
+def open_checkpoint(path: str | Path, spec: str | None = None) -> tuple[nn.Module, Checkpoint, str]:
+    """The network in a checkpoint, what the checkpoint says, and the name of the network.
+
+    A zoo name in the checkpoint is enough. `package.module:factory` is code, which a checkpoint must not choose: that
+    comes from the caller or not at all.
+    """
+    checkpoint = hap.read(path)
+    stored = checkpoint.about.get("model")
+    if spec is None and not isinstance(stored, str):
+        raise HapError(f"{path} does not say which network it holds; give --model")
+    if spec is None and stored not in models.names():
+        raise HapError(
+            f"{path} holds the network {stored!r}, which is not in the zoo; a checkpoint cannot name code to "
+            f"run, so if you trust it give --model {stored}"
+        )
+    chosen = spec or str(stored)
+    classes = checkpoint.about.get("classes")
+    model = fresh(chosen, classes if isinstance(classes, int) else None)
+    return hap.load(path, model).eval(), checkpoint, chosen
+
+
+def stored_data(checkpoint: Checkpoint, path: str | Path) -> str:
+    """The name of the data that a checkpoint's network was trained on, where a name is enough to find it."""
+    name = checkpoint.about.get("data")
+    if name not in NAMED_DATA:
+        raise HapError(f"{path} does not name a data set known here; give --data, a name or a folder")
+    return str(name)
+
+
+def stored_example(checkpoint: Checkpoint, path: str | Path, batch: int = 1) -> Tensor:
+    """Zeros shaped like the network's input."""
+    shape = checkpoint.about.get("input")
+    if not (isinstance(shape, list) and shape and all(isinstance(n, int) and n > 0 for n in shape)):
+        raise HapError(f"{path} does not say what its network reads (about.input); save it with hap train or hap prune")
+    return torch.zeros(batch, *shape)
+
+
+def measure(model: nn.Module, data: Data, accuracy: float) -> Measured:
+    """The cost and the latency of a network whose accuracy is known."""
+    return _measured(model, data, accuracy, steady_latency(model, _timing_batch(model, data)))
+
+
+def measure_pair(dense: nn.Module, pruned: nn.Module, data: Data, accuracies: tuple[float, float]) -> list[Measured]:
+    """Both networks, timed in turns so that a change in the machine's load meets both."""
+    batch = _timing_batch(dense, data)
+    rounds = [[steady_latency(model, batch) for model in (dense, pruned)] for _ in range(3)]
+    best = [min((r[i] for r in rounds), key=lambda t: t.median) for i in range(2)]
+    return [_measured(m, data, a, t) for m, a, t in zip((dense, pruned), accuracies, best, strict=True)]
+
+
+def steady_latency(model: nn.Module, batch: Tensor) -> Latency:
+    """Latency over as many calls as fit in a fifth of a second, but 5 at least and 50 at most."""
+    begun = time.perf_counter()
+    latency(model, batch, runs=2, warmup=1)
+    once = (time.perf_counter() - begun) / 3
+    return latency(model, batch, runs=min(50, max(5, int(LATENCY_SECONDS / once))), warmup=1)
+
+
+def _measured(model: nn.Module, data: Data, accuracy: float, timed: Latency) -> Measured:
+    count = hap.cost(model, example_of(data).to(next(iter(model.parameters())).device))
+    batch = len(_timing_batch(model, data))
+    return Measured(accuracy, count.params, count.macs, timed.median, timed.spread, batch)
+
+
+def _timing_batch(model: nn.Module, data: Data) -> Tensor:
+    return example_of(data, LATENCY_BATCH).to(next(iter(model.parameters())).device)
+
+
+def same(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
+    """Whether stored settings are those wanted."""
+    return found is not None and dict(found) == dict(wanted)

@@ -1,0 +1,113 @@
+"""Result files: one frozen record per trained network, as JSON. The report reads these and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hap.errors import HapError
+from hap.files import write_json
+from hap.provenance import provenance
+
+KIND, FORMAT = "hap-result", 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One network: `accuracy` from 0 to 1, `macs` for one image, `latency` in milliseconds for `batch` images."""
+
+    accuracy: float
+    params: int
+    macs: int
+    latency: float
+    latency_spread: float
+    batch: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One network trained (`pruned` is None) or pruned and fine-tuned, with all that is needed to judge it.
+
+    Accuracies are those after the last epoch. `one_shot` is the accuracy after pruning and before fine-tuning.
+    Latencies of `dense` and `pruned` were measured back to back, so that their ratio holds on a busy machine too.
+    """
+
+    name: str
+    seed: int
+    config: dict[str, Any]
+    criterion: str | None
+    budget: dict[str, float] | None
+    dense: Measured
+    pruned: Measured | None
+    one_shot: float | None
+    curve: dict[str, list[Any]]
+    seconds: float
+    revision: str
+    hardware: dict[str, Any]
+    date: str
+
+    @property
+    def measured(self) -> Measured:
+        """The network that this record is about."""
+        return self.pruned or self.dense
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": KIND, "format": FORMAT} | dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Result:
+        known = {f.name for f in dataclasses.fields(cls)}
+        if values.get("kind") != KIND or values.get("format") != FORMAT or not known <= set(values):
+            raise HapError("this is not a result that this version of HAP wrote")
+        fields = {k: v for k, v in values.items() if k in known}
+        sides = {k: Measured(**fields[k]) if fields[k] is not None else None for k in ("dense", "pruned")}
+        return cls(**{**fields, **sides})
+
+
+def write_result(path: str | Path, result: Result) -> None:
+    write_json(path, result.to_dict())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; HapError if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise HapError(f"{path} cannot be read: {error}") from error
+
+
+def read_results(folder: str | Path) -> list[Result]:
+    """All results in a folder and below it, dense ones first."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise HapError(f"there is no folder {folder}")
+    results = []
+    for path in sorted(folder.rglob("*.json")):
+        values = read_json(path)
+        if isinstance(values, dict) and values.get("kind") == KIND:
+            try:
+                results.append(Result.from_dict(values))
+            except (HapError, TypeError) as error:
+                raise HapError(f"{path} cannot be read: {error}") from error
+    return sorted(results, key=lambda r: (r.pruned is not None,))
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """The revision, date and hardware fields of a record made on `device`."""
+    found = provenance()
+    return {**found, "hardware": {"device": device.type, **found["hardware"], "cpu": _cpu_name()}}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -1,0 +1,104 @@
+"""The steps between checkpoints, shared by the commands and by experiments: score and prune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+from hap.data import Batch, Data
+from hap.errors import HapError
+from hap.experiments.config import PruneStep
+from hap.experiments.networks import example_of
+from hap.groups import Groups
+from hap.plans import Plan
+from hap.scoring import HessianTrace, Problem, Scores
+
+Say = Callable[[str], None]
+"""How a step tells what it is doing."""
+
+
+def calibration(data: Data, model: nn.Module, count: int, seed: int) -> list[Batch]:
+    """Training images to score on, where the model is; fewer where the data has fewer."""
+    device = next(iter(model.parameters())).device
+    return data.to(device).calibration(min(count, len(data.train)), seed)
+
+
+def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say) -> tuple[Groups, Scores]:
+    """Trace the model and score its units."""
+    batches = calibration(data, model, count, seed)
+    say("tracing which channels belong together")
+    groups = hap.trace(model, example_of(data).to(batches[0][0].device), step.coupling)
+    say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
+    return groups, hap.score(model, groups, batches, F.cross_entropy, step.make_criterion(seed))
+
+
+def prune_step(model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int,
+               say: Say) -> Plan:  # fmt: skip
+    """Plan and apply, in place."""
+    batches = calibration(data, model, count, seed)
+    say("planning")
+    plan = hap.plan(groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost)
+    if step.compensate:
+        say("repairing what reads the removed units by least squares")
+        hap.compensate_(model, plan, batches)
+    say("pruning, and checking the result by running it")
+    hap.apply_(model, plan, example_of(data).to(batches[0][0].device), batches=batches)
+    return plan
+
+
+def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) -> dict[str, Any]:
+    """Scores and what became of each unit: the report's picture of sensitivity per channel."""
+    layers = {}
+    for layer, values in scores.items():
+        fate = ["removed"] * len(values)
+        for word, part in (("kept", plan.kept), ("implanted", plan.implanted)):
+            for unit in part[layer]:
+                fate[unit] = word
+        layers[layer] = {"scores": values.tolist(), "fate": fate}
+    return {"kind": "hap-sensitivity", "format": 1, "name": name, "criterion": criterion, "layers": layers}
+
+
+def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: int) -> dict[str, Any]:
+    """How Hutchinson's estimate of a few scores settles with the number of probes, beside the exact values."""
+    batches = calibration(data, model, images, seed)
+    groups = hap.trace(model, example_of(data).to(batches[0][0].device))
+    problem = Problem(model, groups, batches, F.cross_entropy)
+    try:
+        exact = hap.score(model, groups, batches, F.cross_entropy, HessianTrace(method="exact"))
+    except HapError:  # the network is not piecewise linear: there is no exact value to hold the estimate against
+        exact = None
+    names = [(layer, unit) for layer, group in groups.items() for unit in range(len(group))]
+    samples = list(HessianTrace(method="hutchinson", probes=probes, seed=seed).estimates(problem))
+    final = sum(samples[1:], samples[0]) / probes
+    channels = []
+    for position in _spread(final):
+        layer, unit = names[position]
+        mean, error = _running([float(s[position]) for s in samples])
+        value = None if exact is None else float(exact[layer][unit])
+        channels.append({"layer": layer, "unit": unit, "exact": value, "mean": mean, "error": error})
+    return {"kind": "hap-probes", "format": 1, "probes": probes, "images": sum(len(y) for _, y in batches),
+            "channels": channels}  # fmt: skip
+
+
+def _spread(values: Tensor, shares: tuple[float, ...] = (0.35, 0.6, 0.8, 0.99)) -> list[int]:
+    """Units from the insensitive to the most sensitive ones."""
+    order = values.argsort().tolist()
+    return list(dict.fromkeys(order[round(share * (len(order) - 1))] for share in shares))
+
+
+def _running(samples: list[float]) -> tuple[list[float], list[float | None]]:
+    """Mean and standard error after each sample (Welford); there is no error after the first."""
+    means: list[float] = []
+    errors: list[float | None] = []
+    mean = square = 0.0
+    for count, sample in enumerate(samples, 1):
+        step = sample - mean
+        mean += step / count
+        square += step * (sample - mean)
+        means.append(mean)
+        errors.append((square / (count - 1) / count) ** 0.5 if count > 1 else None)
+    return means, errors

@@ -1,0 +1,11 @@
+"""One thread and fixed seeds: the same numbers on every run."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
