@@ -34,9 +34,7 @@ def random_data(images: int) -> Data:
 
 def eager_fp32(model: nn.Module, data: Data, recipe: Recipe) -> float:
     """Images a second, over all epochs but the first, of the loop that most scripts have."""
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=recipe.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     model.train()
     count = 0
     begun = time.perf_counter()
@@ -53,9 +51,7 @@ def eager_fp32(model: nn.Module, data: Data, recipe: Recipe) -> float:
     return count / (time.perf_counter() - begun)
 
 
-def side_by_side(
-    count: int, name: str, data: Data, recipe: Recipe, device: str, graphs: bool = True
-) -> float:
+def side_by_side(count: int, name: str, data: Data, recipe: Recipe, device: str, graphs: bool = True) -> float:
     """Images a second of `count` models together, in the last epoch: the first pays for the recording."""
     networks = [models.build(name).to(device) for _ in range(count)]
     chosen = [replace(recipe, seed=seed) for seed in range(count)]
@@ -71,9 +67,7 @@ def measure(device: str) -> dict[str, float]:
     cuda = device == "cuda"
     name = "resnet56" if cuda else "resnet20"
     data = random_data(25_600 if cuda else 64).to(device)
-    recipe = Recipe(
-        3 if cuda else 2, batch=128 if cuda else 16, precision="bf16" if cuda else "fp32", eval_every=99
-    )
+    recipe = Recipe(3 if cuda else 2, batch=128 if cuda else 16, precision="bf16" if cuda else "fp32", eval_every=99)
     speeds = {"plain loop, fp32, eager": eager_fp32(models.build(name).to(device), data, recipe)}
     if cuda:
         speeds["train, bf16, eager"] = side_by_side(1, name, data, recipe, device, graphs=False)
@@ -98,9 +92,7 @@ def main() -> None:
     rows = [{"variant": k, "images_per_second": v, "ratio": v / base} for k, v in speeds.items()]
     for row in rows:
         print(f"{row['variant']:32} {row['images_per_second']:10.0f} images/s {row['ratio']:7.2f}x")
-    hardware = (
-        torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    )
+    hardware = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     write_json(output, {"hardware": hardware, "torch": torch.__version__, "rows": rows})
 
 

@@ -219,18 +219,25 @@ def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
 
 
 def _verify(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any) -> None:
-    wanted = _outputs(_masked(model, plan, implants), example)
-    seen = _outputs(_pruned(model, plan, implants), example)
-    problem = _difference(wanted, seen, plan.exact)
+    problem = _compare(model, plan, implants, example)
     if problem and plan.exact and _is_float32(model):  # rounding, or a real difference? Float64 tells.
-        double = copy.deepcopy(model).double()
-        exact = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
-        grown = {k: copy.deepcopy(v).double() for k, v in implants.items()}
-        problem = _difference(
-            _outputs(_masked(double, plan, grown), exact), _outputs(_pruned(double, plan, grown), exact), True
+        double = pytree.tree_map(
+            lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example
         )
+        grown = {k: copy.deepcopy(v).double() for k, v in implants.items()}
+        problem = _compare(copy.deepcopy(model).double(), plan, grown, double)
     if problem:
         raise HapError(f"the pruned model does not do what the plan says, so nothing was changed: {problem}")
+
+
+def _compare(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any) -> str | None:
+    """What differs between the pruned and the masked model, in words."""
+    wanted = _outputs(_masked(model, plan, implants), example)
+    try:
+        seen = _outputs(_pruned(model, plan, implants), example)
+    except Exception as error:
+        return f"its forward fails with {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return _difference(wanted, seen, plan.exact)
 
 
 def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> nn.Module:

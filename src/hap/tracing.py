@@ -44,24 +44,29 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
 
 
 def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> list[str]:
-    """Groups that pass through reshapes or splits, and whose forward breaks when half of them is removed.
+    """Groups that pass through reshapes or splits, and whose forward breaks when one unit or half of them is removed.
 
     A graph does not tell whether `view(n, 64)` was written with a constant or computed; running it does.
     """
     reach = {n: np.concatenate([g.classes, groups.feeds[g.classes]]) for n, g in groups.items()}
     suspects = [n for n, g in groups.items() if len(g) > 1 and np.isin(reach[n], sized).any()]
-
-    shuffle = np.random.default_rng(0).permutation  # a random half: a regular one could fit by chance
+    order = {
+        n: np.random.default_rng(0).permutation(len(groups[n])) for n in suspects
+    }  # a regular one may fit by chance
 
     def fits(names: list[str]) -> bool:
-        removed = {n: shuffle(len(groups[n]))[: len(groups[n]) // 2].tolist() for n in names}
         try:
-            apply_(copy.deepcopy(model), draft(groups, removed), example=example)
-        except (HapError, RuntimeError, ValueError, IndexError, TypeError):
+            for removed in ({n: order[n][:1] for n in names}, {n: order[n][: len(order[n]) // 2] for n in names}):
+                apply_(copy.deepcopy(model), draft(groups, removed), example=example)
+        except HapError:
             return False
         return True
 
-    return [] if not suspects or fits(suspects) else [n for n in suspects if not fits([n])]
+    if not suspects or fits(suspects):
+        return []
+    alone = {n: fits([n]) for n in suspects}
+    rest = [n for n in suspects if alone[n]]
+    return [n for n in suspects if not alone[n]] if not rest or fits(rest) else suspects
 
 
 def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,7 @@ import typer
 
 from hap.cli.options import Device, Seed, allow_local_modules, check_out
 from hap.cli.screen import Screen, out, resumable, table, working, wrote
-from hap.errors import HapError
-from hap.experiments import Experiment, Result, demo_experiment, read_config
+from hap.experiments import Experiment, Result, demo_experiment, forget, read_config
 from hap.experiments import run as run_experiment
 from hap.experiments.demo import OUT
 from hap.experiments.networks import pick_device
@@ -24,7 +22,9 @@ AGAIN = "the same command goes on where it stopped"
 
 
 def demo(
-    out_folder: Annotated[Path, typer.Option("--out", help="Where results, checkpoints and the report go.")] = Path(OUT),
+    out_folder: Annotated[Path, typer.Option("--out", help="Where results, checkpoints and the report go.")] = Path(
+        OUT
+    ),
     quick: Annotated[bool, typer.Option("--quick", help="One epoch of everything, only to see that it works.")] = False,
     fresh: Fresh = False,
     device: Device = None,
@@ -84,24 +84,13 @@ def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
     folder, where = Path(experiment.out), pick_device(device)
     check_out(folder / "report.html")
     if fresh:
-        _forget(folder)
+        forget(experiment)
     with resumable(AGAIN):
         results = run_experiment(experiment, where, Screen())
         with working("drawing the report"):
             write_report(folder, folder / "report.html", folder / "summary.png")
     _show(results)
     wrote(folder / "report.html")
-
-
-def _forget(folder: Path) -> None:
-    """Remove what an experiment left, and nothing else."""
-    for name in ("results", "training"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    try:
-        for path in [*folder.glob("*.safetensors"), folder / "report.html", folder / "summary.png"]:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise HapError(f"cannot remove {path}: {error.strerror or error}") from error
 
 
 def _show(results: list[Result]) -> None:
@@ -112,9 +101,14 @@ def _show(results: list[Result]) -> None:
     first = results[0]
     out().print(table(head, shown, title=f"{first.config['model']} on {first.config['data']}"))
     seeds = max(len(r.accuracies) for r in rows)
-    spread = f"Accuracy: mean and standard deviation over {seeds} fine-tunings. " if seeds > 1 else ""
-    out().print(f"{spread}FLOPs: multiply-adds of one image. Latency: {first.dense.batch} images on "
-                f"{first.hardware['device']}.", style="dim", soft_wrap=True)  # fmt: skip
+    spread = f"mean and standard deviation over {seeds} fine-tunings; " if seeds > 1 else ""
+    where = "one CPU thread" if first.hardware["device"] == "cpu" else first.hardware["gpu"]
+    notes = [
+        f"Accuracy: {spread}one of the {first.test_images} test images is {100 / first.test_images:.2f} points.",
+        f"FLOPs: multiply-adds of one image. Latency: {first.dense.batch} images on {where}.",
+    ]
+    for note in notes:
+        out().print(note, style="dim", soft_wrap=True)
 
 
 def _accuracy(row: Row) -> str:

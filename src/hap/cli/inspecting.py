@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import nn
 
 import hap
 from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, data_for, opened
@@ -38,13 +40,13 @@ def evaluate(
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     with working("evaluating"):
         result = hap.evaluate(network, found, split)
-        side = measure(network, found, result.accuracy)
+        (side,) = measure((network, result.accuracy), data=found)
     rows = [
         ["accuracy", f"{percent(result.accuracy)} of {result.count} {split} images"],
         ["loss", f"{result.loss:.4f}"],
         ["params", f"{side.params:,}"],
         ["FLOPs", f"{side.macs:,} multiply-adds for one image"],
-        ["latency", f"{side.latency:.2f} ms for {side.batch} images on {next(iter(network.parameters())).device}"],
+        ["latency", f"{side.latency:.2f} ms for {side.batch} images on {where(network)}"],
     ]
     screen().print(_pairs(rows))
 
@@ -103,6 +105,12 @@ def info(checkpoint: Saved) -> None:
     screen().print(_pairs([[key, str(value)] for key, value in rows]))
     if found.plan is not None:
         screen().print(plan_table(found.plan))
+
+
+def where(network: nn.Module) -> str:
+    """The device, in words that say how latencies are taken."""
+    device = next(iter(network.parameters())).device
+    return "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _plain(value: Any) -> str:

@@ -12,9 +12,22 @@ from torch import nn
 
 import hap
 from hap.cli.options import (
-    Calibration, Coupling, Criterion, DataRoot, DataSpec, Device, ImageSize, Model, Probes, Saved, Seed, check_out,
-    check_saved_name, data_for, opened,
-)  # fmt: skip
+    Calibration,
+    Coupling,
+    Criterion,
+    DataRoot,
+    DataSpec,
+    Device,
+    ImageSize,
+    Model,
+    Probes,
+    Saved,
+    Seed,
+    check_out,
+    check_saved_name,
+    data_for,
+    opened,
+)
 from hap.cli.screen import out as screen
 from hap.cli.screen import percent, plan_table, say, share, table, working, wrote
 from hap.cost import Count
@@ -31,7 +44,6 @@ from hap.plans import Plan
 from hap.scoring import Scores
 
 KIND = "hap-scores"
-Budgets = tuple[float | None, float | None, float | None]
 
 
 def score(
@@ -65,8 +77,8 @@ def score(
     screen().print(_score_table(scores, criterion))
     if out is not None:
         record = {
-            "kind": KIND, "format": 1, "checkpoint": digest(checkpoint), "criterion": step.make_criterion(seed).to_dict(),
-            "coupling": coupling, "data": found.name, "about": scores.about,
+            "kind": KIND, "format": 1, "checkpoint": digest(checkpoint), "coupling": coupling, "data": found.name,
+            "criterion": step.make_criterion(seed).to_dict(), "about": scores.about,
             "scores": {n: v.tolist() for n, v in scores.items()},
             "errors": {n: v.tolist() for n, v in scores.errors.items()},
         }  # fmt: skip
@@ -105,7 +117,9 @@ def prune(
     ] = None,
     per_layer: Annotated[float, typer.Option(help="At most this share of a layer goes.")] = 0.95,
     round_to: Annotated[int, typer.Option(help="Layers keep a multiple of this many units.")] = 1,
-    leave: Annotated[list[str] | None, typer.Option(help="Layers not to touch: a name or a pattern. Repeatable.")] = None,
+    leave: Annotated[
+        list[str] | None, typer.Option(help="Layers not to touch: a name or a pattern. Repeatable.")
+    ] = None,
     per_cost: Annotated[bool, typer.Option("--per-cost", help="Rank by sensitivity per cost saved.")] = False,
     compensate: Annotated[
         bool, typer.Option("--compensate", help="Repair what reads the removed units by least squares.")
@@ -137,10 +151,10 @@ def prune(
         plan = prune_step(network, found, step, groups, values, calibration, seed, tell)
     after, cost_after = hap.evaluate(network, found), _cost(network, found)
     _show(plan, (before.accuracy, after.accuracy), (cost_before, cost_after))
-    metrics = {"accuracy": after.accuracy, "loss": after.loss, "params": cost_after.params, "macs": cost_after.macs,
-               "dense": {"accuracy": before.accuracy, "params": cost_before.params, "macs": cost_before.macs}}  # fmt: skip
+    dense = {"accuracy": before.accuracy, "params": cost_before.params, "macs": cost_before.macs}
+    metrics = {"accuracy": after.accuracy, "loss": after.loss, "params": cost_after.params, "macs": cost_after.macs}
     described = {**about(spec, found), "prune": dataclasses.asdict(step), "pruned_from": checkpoint.name}
-    hap.save(out, network, plan, metrics=metrics, about=described)
+    hap.save(out, network, plan, metrics={**metrics, "dense": dense}, about=described)
     wrote(out)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import typer
@@ -76,7 +76,7 @@ class Screen(Silent):
     def skipped(self, text: str) -> None:
         err().print(f"[dim]= {escape(text)}: done before[/dim]", soft_wrap=True)
 
-    def status(self, text: str):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def status(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
         return working(text)
 
 

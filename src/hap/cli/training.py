@@ -10,10 +10,20 @@ import typer
 from torch import nn
 
 import hap
-from hap import recipes
+from hap import models, recipes
 from hap.cli.options import (
-    DataRoot, DataSpec, Device, ImageSize, Model, Saved, Seed, allow_local_modules, check_saved_name, data_for, opened,
-)  # fmt: skip
+    DataRoot,
+    DataSpec,
+    Device,
+    ImageSize,
+    Model,
+    Saved,
+    Seed,
+    allow_local_modules,
+    check_saved_name,
+    data_for,
+    opened,
+)
 from hap.cli.screen import percent, resumable, say, working, wrote
 from hap.data import Data
 from hap.errors import HapError
@@ -54,7 +64,8 @@ def train(
     where = pick_device(device)
     if ":" in model:
         allow_local_modules()
-    network = fresh(model, None, seed) if ":" not in model else None
+    else:
+        models.info(model)
     with working("reading the data"):
         found = load_data(data, model, data_root, image_size).to(where)
     network = fresh(model, found.classes, seed).to(where)

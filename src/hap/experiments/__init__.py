@@ -3,9 +3,9 @@
 from hap.experiments.config import DenseStep, Experiment, FinetuneStep, PruneStep, read_config
 from hap.experiments.demo import demo_experiment
 from hap.experiments.results import Measured, Result, read_results, write_result
-from hap.experiments.run import run
+from hap.experiments.run import forget, run
 
 __all__ = [
-    "DenseStep", "Experiment", "FinetuneStep", "Measured", "PruneStep", "Result", "demo_experiment", "read_config",
-    "read_results", "run", "write_result",
+    "DenseStep", "Experiment", "FinetuneStep", "Measured", "PruneStep", "Result", "demo_experiment", "forget",
+    "read_config", "read_results", "run", "write_result",
 ]  # fmt: skip

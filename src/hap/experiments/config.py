@@ -121,7 +121,7 @@ class Experiment:
     """A dense network, ways to prune it, and one fine-tuning, which is done once for every seed.
 
     `calibration` images score the units; with `probes`, that many Hutchinson probes are drawn for the report's
-    picture of how the estimate settles.
+    picture of how the estimate settles. `threads` is the number of CPU threads; 0 leaves torch its choice.
     """
 
     model: str
@@ -133,6 +133,7 @@ class Experiment:
     seeds: tuple[int, ...] = (0,)
     calibration: int = 512
     probes: int = 0
+    threads: int = 0
 
     def __post_init__(self) -> None:
         if not self.prune:
@@ -142,6 +143,8 @@ class Experiment:
             raise HapError(f"the name {twice[0]!r} of a [[prune]] entry is taken; give each its own")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise HapError(f"seeds are {list(self.seeds)}; expected at least one, each once")
+        if self.threads < 0:
+            raise HapError(f"threads is {self.threads}; expected 0 for torch's choice, or at least 1")
         if self.probes and self.probes < 2:
             raise HapError(f"probes is {self.probes}; expected 0 for none, or at least 2")
         self.finetune.make(self.seeds[0])

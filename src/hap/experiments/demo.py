@@ -25,4 +25,5 @@ def demo_experiment(out: str = OUT, seed: int = 0, quick: bool = False) -> Exper
         seeds=(seed,) if quick else (seed, seed + 1, seed + 2),
         calibration=128 if quick else 512,
         probes=8 if quick else 200,
+        threads=1,  # so small a network gains little from more, and with one its figures do not depend on how many
     )

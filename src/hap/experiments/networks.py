@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.examples import run as call
 from hap.experiments.results import Measured
-from hap.latency import Latency, latency
+from hap.latency import latency
 
 NAMED_DATA = ("digits", "cifar10", "cifar100")
 LATENCY_BATCH = 256
-LATENCY_SECONDS = 0.2
+LATENCY_SECONDS = 0.3
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -115,35 +117,43 @@ def stored_example(checkpoint: Checkpoint, path: str | Path, batch: int = 1) -> 
     return torch.zeros(batch, *shape)
 
 
-def measure(model: nn.Module, data: Data, accuracy: float) -> Measured:
-    """The cost and the latency of a network whose accuracy is known."""
-    return _measured(model, data, accuracy, steady_latency(model, _timing_batch(model, data)))
+def measure(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
+    """Cost and latency of networks whose accuracies are known, timed in turns: a change in load meets them all."""
+    device = next(iter(networks[0][0].parameters())).device
+    example, batch = (example_of(data, count).to(device) for count in (1, LATENCY_BATCH))
+    times = in_turns([model for model, _ in networks], batch)
+    measured = []
+    for (model, accuracy), (median, spread) in zip(networks, times, strict=True):
+        count = hap.cost(model, example)
+        measured.append(Measured(accuracy, count.params, count.macs, median, spread, len(batch)))
+    return measured
 
 
-def measure_pair(dense: nn.Module, pruned: nn.Module, data: Data, accuracies: tuple[float, float]) -> list[Measured]:
-    """Both networks, timed in turns so that a change in the machine's load meets both."""
-    batch = _timing_batch(dense, data)
-    rounds = [[steady_latency(model, batch) for model in (dense, pruned)] for _ in range(3)]
-    best = [min((r[i] for r in rounds), key=lambda t: t.median) for i in range(2)]
-    return [_measured(m, data, a, t) for m, a, t in zip((dense, pruned), accuracies, best, strict=True)]
+def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, float]]:
+    """For each network the median of several rounds and the distance between quartiles, in milliseconds.
+
+    On a CPU one thread is used, since the time of several depends on what else the machine does.
+    """
+    with threads(1):
+        begun = time.perf_counter()
+        for model in networks:
+            latency(model, batch, runs=2, warmup=1)
+        once = (time.perf_counter() - begun) / 3
+        rounds = min(20, max(4, round(LATENCY_SECONDS * len(networks) / (3 * once))))
+        taken = [[latency(model, batch, runs=2, warmup=1).median for model in networks] for _ in range(rounds)]
+    quartiles = [statistics.quantiles([row[i] for row in taken], n=4) for i in range(len(networks))]
+    return [(median, high - low) for low, median, high in quartiles]
 
 
-def steady_latency(model: nn.Module, batch: Tensor) -> Latency:
-    """Latency over as many calls as fit in a fifth of a second, but 5 at least and 50 at most."""
-    begun = time.perf_counter()
-    latency(model, batch, runs=2, warmup=1)
-    once = (time.perf_counter() - begun) / 3
-    return latency(model, batch, runs=min(50, max(5, int(LATENCY_SECONDS / once))), warmup=1)
-
-
-def _measured(model: nn.Module, data: Data, accuracy: float, timed: Latency) -> Measured:
-    count = hap.cost(model, example_of(data).to(next(iter(model.parameters())).device))
-    batch = len(_timing_batch(model, data))
-    return Measured(accuracy, count.params, count.macs, timed.median, timed.spread, batch)
-
-
-def _timing_batch(model: nn.Module, data: Data) -> Tensor:
-    return example_of(data, LATENCY_BATCH).to(next(iter(model.parameters())).device)
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many CPU threads inside, as many as before after."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def same(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:

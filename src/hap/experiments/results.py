@@ -16,6 +16,7 @@ from hap.files import write_json
 from hap.provenance import provenance
 
 KIND, FORMAT = "hap-result", 1
+INDEX = "experiment.json"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Result:
     dense: Measured
     pruned: Measured | None
     one_shot: float | None
+    test_images: int
     curve: dict[str, list[Any]]
     seconds: float
     revision: str
@@ -66,7 +68,10 @@ class Result:
         if values.get("kind") != KIND or values.get("format") != FORMAT or not known <= set(values):
             raise HapError("this is not a result that this version of HAP wrote")
         fields = {k: v for k, v in values.items() if k in known}
-        sides = {k: Measured(**fields[k]) if fields[k] is not None else None for k in ("dense", "pruned")}
+        try:
+            sides = {k: Measured(**fields[k]) if fields[k] is not None else None for k in ("dense", "pruned")}
+        except TypeError as error:
+            raise HapError(f"this is not a result that this version of HAP wrote: {error}") from error
         return cls(**{**fields, **sides})
 
 
@@ -82,20 +87,22 @@ def read_json(path: Path) -> Any:
         raise HapError(f"{path} cannot be read: {error}") from error
 
 
-def read_results(folder: str | Path) -> list[Result]:
-    """All results in a folder and below it, dense ones first."""
+def read_records(folder: str | Path) -> list[dict[str, Any]]:
+    """All records of HAP that belong together in a folder: those its experiment.json lists, else all JSON below it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise HapError(f"there is no folder {folder}")
-    results = []
-    for path in sorted(folder.rglob("*.json")):
-        values = read_json(path)
-        if isinstance(values, dict) and values.get("kind") == KIND:
-            try:
-                results.append(Result.from_dict(values))
-            except (HapError, TypeError) as error:
-                raise HapError(f"{path} cannot be read: {error}") from error
-    return sorted(results, key=lambda r: (r.pruned is not None,))
+    index = folder / INDEX
+    listed = read_json(index).get("files", []) if index.is_file() else None
+    paths = [folder / name for name in listed] if listed is not None else sorted(folder.rglob("*.json"))
+    values = [read_json(path) for path in paths]
+    return [v for v in values if isinstance(v, dict) and str(v.get("kind", "")).startswith("hap-")]
+
+
+def read_results(folder: str | Path) -> list[Result]:
+    """The results in a folder, dense ones first."""
+    results = [Result.from_dict(v) for v in read_records(folder) if v["kind"] == KIND]
+    return sorted(results, key=lambda r: r.pruned is not None)
 
 
 def origin(device: torch.device) -> dict[str, Any]:

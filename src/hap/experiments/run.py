@@ -18,8 +18,8 @@ import hap
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments.config import Experiment, PruneStep
-from hap.experiments.networks import about, check_reads, fresh, load_data, measure, measure_pair, open_checkpoint, same
-from hap.experiments.results import KIND, Measured, Result, origin, read_json, write_result
+from hap.experiments.networks import about, check_reads, fresh, load_data, measure, open_checkpoint, same, threads
+from hap.experiments.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
 from hap.experiments.steps import probe_record, prune_step, score_step, sensitivity_record
 from hap.files import write_json
 from hap.groups import Groups
@@ -52,7 +52,8 @@ def run(experiment: Experiment, device: torch.device, console: Console | None = 
 
     A step is finished when its files are there and were made with the settings asked for now; others are done again.
     """
-    return _Runner(experiment, device, console or Console()).run()
+    with threads(experiment.threads or torch.get_num_threads()):
+        return _Runner(experiment, device, console or Console()).run()
 
 
 class _Runner:
@@ -68,7 +69,18 @@ class _Runner:
         for step in self.experiment.prune:
             results += self._one_way(dense, first, step)
         self._probes(dense)
+        write_json(self.out / INDEX, {"kind": "hap-experiment", "format": 1, "files": self._records()})
         return results
+
+    def _records(self) -> list[str]:
+        """The result files of this experiment, so that a report leaves out what an earlier one left here."""
+        steps, seeds = self.experiment.prune, self.experiment.seeds
+        files = [self.out / "results" / "dense.json"]
+        for step in steps:
+            files += [self._paths(step, seed)[0] for seed in seeds]
+            files.append(self.out / "results" / f"{step.slug}-sensitivity.json")
+        files += [self.out / "results" / "probes.json"] if self.experiment.probes else []
+        return [path.relative_to(self.out).as_posix() for path in files]
 
     # ---- the dense network ----------------------------------------------------------------------------------
 
@@ -82,7 +94,7 @@ class _Runner:
         model, history, recipe = self._trained_dense(config)
         with self.console.status("evaluating the dense network"):
             accuracy = hap.evaluate(model, self.data).accuracy
-            side = measure(model, self.data, accuracy)
+            (side,) = measure((model, accuracy), data=self.data)
         result = self._result("Dense", self.experiment.seeds[0], config, side, None, None, history)
         self._save(path, model, None, recipe, side, config)
         write_result(record, result)
@@ -155,7 +167,7 @@ class _Runner:
         history = self._train(model, recipe, teacher, record.stem, config)
         with self.console.status("measuring"):
             accuracy = hap.evaluate(model, self.data).accuracy
-            sides = measure_pair(dense, model, self.data, (first.dense.accuracy, accuracy))
+            sides = measure((dense, first.dense.accuracy), (model, accuracy), data=self.data)
         result = self._result(step.name, seed, config, sides[0], sides[1], one_shot, history, step)
         self._save(path, model, plan, recipe, sides[1], config)
         write_result(record, result)
@@ -188,7 +200,7 @@ class _Runner:
         return dict(json.loads(json.dumps(config)))
 
     def _paths(self, step: PruneStep, seed: int) -> tuple[Path, Path]:
-        name = step.slug if len(self.experiment.seeds) == 1 else f"{step.slug}-seed{seed}"
+        name = f"{step.slug}-seed{seed}"
         return self.out / "results" / f"{name}.json", self.out / f"{name}.safetensors"
 
     def _training_file(self, name: str, config: dict[str, Any]) -> Path:
@@ -224,7 +236,23 @@ class _Runner:
                 one_shot: float | None, history: History, step: PruneStep | None = None) -> Result:  # fmt: skip
         budget = {step.budget().kind: step.budget().fraction} if step else None
         return Result(name, seed, config, step.criterion if step else None, budget, dense, pruned, one_shot,
-                      history.to_dict(), sum(history.seconds), **origin(self.device))  # fmt: skip
+                      len(self.data.test),                      history.to_dict(), sum(history.seconds), **origin(self.device))  # fmt: skip
+
+
+def forget(experiment: Experiment) -> None:
+    """Remove what a run of this experiment leaves, and nothing else."""
+    out = Path(experiment.out)
+    names = ["dense", *(f"{step.slug}-seed{seed}" for step in experiment.prune for seed in experiment.seeds)]
+    pictures = [f"{step.slug}-sensitivity" for step in experiment.prune]
+    files = [out / INDEX, out / "report.html", out / "summary.png"]
+    files += [out / f"{name}.safetensors" for name in [*names, *(f"{step.slug}-pruned" for step in experiment.prune)]]
+    files += [out / "results" / f"{name}.json" for name in [*names, *pictures, "probes"]]
+    files += [path for name in names for path in out.glob(f"training/{name}-????????.safetensors")]
+    for path in files:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise HapError(f"cannot remove {path}: {error.strerror or error}") from error
 
 
 def digest(path: str | Path) -> str:

@@ -19,6 +19,10 @@ MOST_OUTPUTS = 100
 """Beyond this many outputs one backward pass per output is dearer than random probes."""
 
 
+CHUNK = {"cpu": 64, "cuda": 512}
+"""Samples per backward pass of the exact trace: a cache's worth, or enough to fill a GPU."""
+
+
 class Hessian:
     """The Hessian of the mean loss in some weights, as an operator on dicts of vectors. Knows nothing of traces."""
 
@@ -89,16 +93,17 @@ def why_not_gauss_newton(problem: Problem) -> str | None:
     return None
 
 
-def gauss_newton_traces(problem: Problem, chunk: int = 64) -> dict[str, Tensor]:
+def gauss_newton_traces(problem: Problem) -> dict[str, Tensor]:
     """trace(J_p^T B J_p) for every index p of each weight's unit axis, B the Hessian of the loss in the outputs.
 
-    One backward pass per output over `chunk` samples at a time; with s_k an eigenvector of a sample's B scaled by the
+    One backward pass per output over a chunk of samples; with s_k an eigenvector of a sample's B scaled by the
     root of its eigenvalue, the trace is the sum over samples and k of ||J_p^T s_k||^2.
     """
     dims = {p.weight: p.dim for g in problem.groups.values() for p in g.producers}
     totals = {
         n: torch.zeros(w.shape[dims[n]], dtype=torch.float64, device=w.device) for n, w in problem.weights.items()
     }
+    chunk = CHUNK["cuda" if any(w.is_cuda for w in problem.weights.values()) else "cpu"]
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
         vectors, signs = output_factors(problem, batch)
         for start in range(0, samples(batch), chunk):

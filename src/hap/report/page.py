@@ -1,0 +1,109 @@
+"""The page: records -> charts and tables -> one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hap.errors import HapError
+from hap.experiments.results import KIND, Result, read_records, read_results
+from hap.files import write_atomic
+from hap.report.summary import Row, summarise
+
+
+def write_report(folder: str | Path, out: str | Path, png: str | Path | None = None) -> None:
+    """Make one self-contained page from the result files in `folder`; with `png`, the main chart as a picture too."""
+    results = read_results(folder)
+    if not results:
+        raise HapError(f"{folder} holds no result files; hap run or hap demo writes some")
+    others = [record for record in read_records(folder) if record["kind"] != KIND]
+    # Only here, so that the other commands start without loading a drawing library.
+    from hap.report import charts, style
+
+    rows = summarise(results)
+    main = charts.summary(rows)
+    text = _render(results, rows, _figures(results, rows, others, style.to_svg(main, "summary")))
+    write_atomic(out, lambda path: _write(path, text.encode()))
+    if png is not None:
+        picture = style.to_png(main)
+        write_atomic(png, lambda path: _write(path, picture))
+
+
+def _figures(results: list[Result], rows: list[Row], others: list[dict[str, Any]], main: str) -> dict[str, Any]:
+    from hap.report import charts
+    from hap.report.style import to_svg
+
+    maps = [r for r in others if r["kind"] == "hap-sensitivity" and r["criterion"].startswith("hessian")]
+    telling = max(maps, key=_implanted, default=None)
+    found = next((r for r in others if r["kind"] == "hap-probes"), None)
+    trained = any(r.curve.get("loss") for r in results)
+    return {
+        "summary": main,
+        "sensitivity": to_svg(charts.sensitivity(telling), "sensitivity") if telling else None,
+        "sensitivity_of": telling["name"] if telling else None,
+        "probes": to_svg(charts.probes(found), "probes") if found else None,
+        "probe_count": found["probes"] if found else None,
+        "probe_images": found["images"] if found else None,
+        "curves": to_svg(charts.curves(results, rows), "curves") if trained else None,
+    }
+
+
+def _implanted(record: dict[str, Any]) -> int:
+    return sum(layer["fate"].count("implanted") for layer in record["layers"].values())
+
+
+def _render(results: list[Result], rows: list[Row], figures: dict[str, Any]) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("hap", "report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    first = results[0]
+    return environment.get_template("page.html").render(
+        rows=rows, results=results, first=first, figures=figures, facts=_facts(first), settings=_settings(results),
+        seeds=max(len(row.accuracies) for row in rows), palette=_palette(rows),
+    )  # fmt: skip
+
+
+def _palette(rows: list[Row]) -> dict[str, str]:
+    from hap.report.charts import colours
+    from hap.report.style import VARIABLES
+
+    return {name: VARIABLES[colour] for name, colour in colours(rows).items()}
+
+
+def _facts(result: Result) -> dict[str, str]:
+    """What the numbers were made with and on."""
+    found = result.hardware
+    machine = found["gpu"] if found["device"] == "cuda" else found["cpu"]
+    return {
+        "Source": result.revision,
+        "Hardware": f"{machine}, {found['threads']} threads",
+        "Software": f"torch {found['torch']}, Python {found['python']}",
+        "Date": result.date.replace("T", " ").replace("+00:00", " UTC"),
+    }
+
+
+def _settings(results: list[Result]) -> list[tuple[str, dict[str, Any]]]:
+    """The settings behind each row, once per method."""
+    shown: dict[str, dict[str, Any]] = {}
+    for result in results:
+        shown.setdefault(result.name, _flat(result.config))
+    common = {k: v for k, v in next(iter(shown.values())).items() if all(s.get(k) == v for s in shown.values())}
+    rest = [(name, {k: v for k, v in s.items() if k not in common}) for name, s in shown.items()]
+    return [("All", common), *((name, own) for name, own in rest if own)]
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value not in (None, [], False) and key != "seed":
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
