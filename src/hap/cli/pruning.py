@@ -64,7 +64,7 @@ def score(
 
     \b
     Examples:
-      hap score runs/dense.safetensors --data digits --criterion hessian --out runs/scores.json
+      hap score runs/dense.safetensors --criterion hessian --out runs/scores.json
       hap score runs/dense.safetensors --probes 300 --coupling union
     """
     step = PruneStep("score", criterion, params=1.0, coupling=coupling, probes=probes)
@@ -135,8 +135,10 @@ def prune(
 
     \b
     Examples:
-      hap prune runs/dense.safetensors --data digits --params 0.3 --implant 0.2 --out runs/pruned.safetensors
-      hap prune runs/dense.safetensors --flops 0.5 --criterion magnitude --coupling union --out runs/half.safetensors
+      hap prune runs/dense.safetensors --params 0.3 --implant 0.2 \\
+          --out runs/pruned.safetensors
+      hap prune runs/dense.safetensors --flops 0.5 --criterion magnitude \\
+          --coupling union --out runs/half.safetensors
     """
     step = PruneStep("prune", criterion, params, flops, channels, implant, implant_kind, implant_init, coupling, probes,
                      per_layer, round_to, tuple(leave or ()), per_cost, compensate)  # fmt: skip

@@ -57,8 +57,9 @@ def train(
 
     \b
     Examples:
-      hap train --model digits_resnet --data digits --recipe digits --out runs/dense.safetensors
-      hap train --model mynet:build --data photos/ --recipe best-pretrain --epochs 90 --out runs/mynet.safetensors
+      hap train --model digits_resnet --data digits --out runs/dense.safetensors
+      hap train --model mynet:build --data photos/ --recipe best-pretrain \\
+          --epochs 90 --out runs/mynet.safetensors
     """
     chosen = _chosen(recipe, "digits" if data == "digits" else "best-pretrain", seed, epochs, lr, batch)
     where = pick_device(device)
@@ -102,7 +103,8 @@ def finetune(
     \b
     Examples:
       hap finetune runs/pruned.safetensors --data digits --recipe digits-finetune
-      hap finetune runs/pruned.safetensors --teacher runs/dense.safetensors --out runs/final.safetensors
+      hap finetune runs/pruned.safetensors --teacher runs/dense.safetensors \\
+          --out runs/final.safetensors
     """
     network, saved, spec = opened(checkpoint, model, device)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)

@@ -96,9 +96,18 @@ def open_checkpoint(path: str | Path, spec: str | None = None) -> tuple[nn.Modul
             f"run, so if you trust it give --model {stored}"
         )
     chosen = spec or str(stored)
-    classes = checkpoint.about.get("classes")
-    model = fresh(chosen, classes if isinstance(classes, int) else None)
+    model = fresh(chosen, _stored_classes(checkpoint, path))
     return hap.load(path, model).eval(), checkpoint, chosen
+
+
+def _stored_classes(checkpoint: Checkpoint, path: str | Path) -> int | None:
+    """The number of classes, if some tensor bears it out: a false one could ask for any amount of memory."""
+    classes = checkpoint.about.get("classes")
+    if classes is None:
+        return None
+    if not isinstance(classes, int) or not any(classes in shape for shape in checkpoint.shapes.values()):
+        raise HapError(f"{path} speaks of {classes!r} classes, but none of its tensors has that size; it is damaged")
+    return classes
 
 
 def stored_data(checkpoint: Checkpoint, path: str | Path) -> str:

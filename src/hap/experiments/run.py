@@ -236,7 +236,7 @@ class _Runner:
                 one_shot: float | None, history: History, step: PruneStep | None = None) -> Result:  # fmt: skip
         budget = {step.budget().kind: step.budget().fraction} if step else None
         return Result(name, seed, config, step.criterion if step else None, budget, dense, pruned, one_shot,
-                      len(self.data.test),                      history.to_dict(), sum(history.seconds), **origin(self.device))  # fmt: skip
+                      len(self.data.test), history.to_dict(), sum(history.seconds), **origin(self.device))  # fmt: skip
 
 
 def forget(experiment: Experiment) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -73,9 +74,9 @@ def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: i
         exact = None
     names = [(layer, unit) for layer, group in groups.items() for unit in range(len(group))]
     samples = list(HessianTrace(method="hutchinson", probes=probes, seed=seed).estimates(problem))
-    final = sum(samples[1:], samples[0]) / probes
+    ranking = sum(samples[1:], samples[0]) if exact is None else torch.cat(list(exact.values()))
     channels = []
-    for position in _spread(final):
+    for position in _spread(ranking):
         layer, unit = names[position]
         mean, error = _running([float(s[position]) for s in samples])
         value = None if exact is None else float(exact[layer][unit])

@@ -37,7 +37,7 @@ def _dots(axis: Any, rows: Sequence[Row]) -> None:
     for y, row in enumerate(rows):
         values = [100 * a for a in row.accuracies]
         mean = 100 * row.accuracy
-        axis.plot(values, [y] * len(values), "o", color=colour[row.name], ms=7, alpha=0.55, mec="none", zorder=3)
+        axis.plot(values, _stacked(values, y), "o", color=colour[row.name], ms=6.5, alpha=0.6, mec="none", zorder=3)
         axis.plot([mean, mean], [y - 0.24, y + 0.24], color=colour[row.name], lw=2.6, zorder=4)
         axis.annotate(f"{mean:.2f}%", (mean, y - 0.3), ha="center", va="bottom", color=INK, fontsize=9, weight="bold")
     low, high = (f(100 * a for r in rows for a in r.accuracies) for f in (min, max))
@@ -50,6 +50,15 @@ def _dots(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_xlabel("test accuracy after the last epoch, %")
     many = max(len(row.accuracies) for row in rows) > 1
     axis.set_title("Accuracy (a dot is a seed, a bar the mean)" if many else "Accuracy")
+
+
+def _stacked(values: list[float], y: float) -> list[float]:
+    """Heights that lay equal values side by side instead of on top of each other."""
+    places = []
+    for i, value in enumerate(values):
+        turn, twins = values[:i].count(value), values.count(value)
+        places.append(y + 0.2 * (turn - (twins - 1) / 2))
+    return places
 
 
 def _against_params(axis: Any, rows: Sequence[Row]) -> None:

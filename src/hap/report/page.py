@@ -79,7 +79,7 @@ def _facts(result: Result) -> dict[str, str]:
     machine = found["gpu"] if found["device"] == "cuda" else found["cpu"]
     return {
         "Source": result.revision,
-        "Hardware": f"{machine}, {found['threads']} threads",
+        "Hardware": f"{machine}, {found['threads']} thread{'s' if found['threads'] != 1 else ''}",
         "Software": f"torch {found['torch']}, Python {found['python']}",
         "Date": result.date.replace("T", " ").replace("+00:00", " UTC"),
     }

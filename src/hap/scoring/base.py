@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,10 +113,11 @@ class Problem:
 
 
 def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
-    """Sum one value per index of a producer's axis into one value per unit, in float64."""
-    unit = torch.from_numpy(producer.unit).to(values.device)
-    out = torch.zeros(len(group), dtype=torch.float64, device=values.device)
-    return out.index_add_(0, unit[unit >= 0], values.double()[unit >= 0])
+    """Sum one value per index of a producer's axis (the last of `values`) into one value per unit, in float64."""
+    owned = torch.from_numpy(np.flatnonzero(producer.unit >= 0)).to(values.device)
+    unit = torch.from_numpy(producer.unit[producer.unit >= 0]).to(values.device)
+    out = torch.zeros(*values.shape[:-1], len(group), dtype=torch.float64, device=values.device)
+    return out.index_add_(-1, unit, values.double().index_select(-1, owned))
 
 
 def samples(batch: Batch) -> int:

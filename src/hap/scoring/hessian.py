@@ -69,7 +69,7 @@ class HessianTrace(Criterion):
         if why is not None:
             raise HapError(f'method="{method}" does not apply: {why}. Use HessianTrace(method="hutchinson").')
         traces = gauss_newton_traces(problem)
-        values = problem.assemble(lambda g, p: sensitivity(problem, g, p, fold(g, p, traces[p.weight])))
+        values = problem.assemble(lambda g, p: factor(problem, g, p) * fold(g, p, traces[p.weight]))
         return Scores(values, about={"method": method})
 
     def _hutchinson(self, problem: Problem) -> Scores:
@@ -95,6 +95,7 @@ class HessianTrace(Criterion):
     def estimates(self, problem: Problem) -> Iterator[Tensor]:
         """One unbiased estimate of all scores (float64, groups one after the other) per probe."""
         operator = Hessian(problem)
+        factors = {n: [factor(problem, g, p) for p in g.producers] for n, g in problem.groups.items()}
         device = next(iter(problem.weights.values())).device
         generator = torch.Generator(device).manual_seed(self.seed)
         for start in range(0, self.probes, BLOCK):
@@ -105,14 +106,19 @@ class HessianTrace(Criterion):
                     message="There is a performance drop because we have not yet implemented the batching rule",
                 )
                 products = operator.products(vectors, self.chunk)
-            for i in range(len(next(iter(vectors.values())))):
-                yield self._estimate(problem, {n: vectors[n][i].double() * products[n][i].double() for n in vectors})
+            yield from self._estimates(problem, factors, {n: v.mul_(products[n]) for n, v in vectors.items()})
 
     @staticmethod
-    def _estimate(problem: Problem, quadratic: dict[str, Tensor]) -> Tensor:
-        """Scores from the elements of v * Hv of one probe."""
-        parts = problem.assemble(lambda g, p: sensitivity(problem, g, p, problem.per_unit(g, p, quadratic[p.weight])))
-        return torch.cat([parts[n] for n in problem.groups])
+    def _estimates(problem: Problem, factors: dict[str, list[Tensor]], quadratic: dict[str, Tensor]) -> Tensor:
+        """Scores (probes, units) from the elements of v * Hv, which have the probes as their first axis."""
+        columns = []
+        for name, group in problem.groups.items():
+            parts = []
+            for producer, factor in zip(group.producers, factors[name], strict=True):
+                values = quadratic[producer.weight].movedim(producer.dim + 1, 1).flatten(2).sum(2, dtype=torch.float64)
+                parts.append(fold(group, producer, values) * factor)
+            columns.append(torch.stack(parts).sum(0))
+        return torch.cat(columns, dim=1)
 
     def _settled(self, mean: Tensor, square: Tensor, count: int) -> bool:
         assert self.settle is not None
@@ -121,7 +127,7 @@ class HessianTrace(Criterion):
         return float(((mean - cut).abs() < 2 * error).double().mean()) <= UNDECIDED
 
 
-def sensitivity(problem: Problem, group: Group, producer: Producer, trace: Tensor) -> Tensor:
-    """Equation 6, per unit of one producer: trace / (2 |p|) * ||w_p||^2."""
+def factor(problem: Problem, group: Group, producer: Producer) -> Tensor:
+    """What turns a trace into equation 6, per unit of one producer: ||w_p||^2 / (2 |p|)."""
     norm = problem.per_unit(group, producer, problem.weights[producer.weight].double().square())
-    return trace / (2 * problem.sizes(group, producer).clamp_min(1)) * norm
+    return norm / (2 * problem.sizes(group, producer).clamp_min(1))
