@@ -1,0 +1,256 @@
+"""Invariants shared by the tests, written without the code that they check.
+
+`reference` is the dense model with removed units silenced by hooks: what reads a dead class has zeros in its input
+slices, and a branch of a stream returns zeros in its dead channels. Nothing here looks at `plan.cuts`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+
+import hap
+from cases import CASES
+from hap.groups import Groups
+
+COUPLINGS = ("joint", "union")
+
+
+@cache
+def traced(name: str, coupling: str) -> Groups:
+    return hap.trace(*CASES[name](), coupling=coupling)
+
+
+def run(model: nn.Module, example: Any) -> list[Any]:
+    """All values that the model returns, flat, in eval mode."""
+    model = model.eval()
+    with torch.no_grad():
+        if isinstance(example, dict):
+            out = model(**example)
+        else:
+            out = model(*example) if isinstance(example, tuple) else model(example)
+    return pytree.tree_leaves(out)
+
+
+def gap(a: list[Any], b: list[Any]) -> float:
+    """The largest difference, relative to the outputs' size where that exceeds one."""
+    assert len(a) == len(b)
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape
+        if x.numel():
+            worst = max(worst, float((x - y).abs().max()) / max(1.0, float(x.abs().max())))
+    return worst
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- the independent masked reference -----------------------------------------------------------------------
+
+
+def alive(groups: Groups, plan: hap.Plan) -> set[int]:
+    """Classes that are left: units that were not removed, and streams that at least one of these feeds."""
+    left = {0}
+    for name, group in groups.items():
+        gone = set(plan.removed[name])
+        left |= {int(c) for u, c in enumerate(group.classes) if u not in gone}
+    for _ in groups.scatters:
+        for scatter in groups.scatters:
+            pairs = zip(scatter.narrow.tolist(), scatter.wide.tolist(), strict=True)
+            left |= {w for n, w in pairs if n in left}
+    return left
+
+
+def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Module, example: Any) -> list[Any]:
+    """What the pruned model should return. `pruned` only lends its implants, which are run as they are."""
+    dense, left = copy.deepcopy(model), alive(groups, plan)
+    tensors = dict(dense.named_parameters(remove_duplicate=False)) | dict(dense.named_buffers(remove_duplicate=False))
+    modules, grown = dict(dense.named_modules()), dict(pruned.named_modules())
+    readers = {key for group in groups.values() for key in group.consumers}
+    with torch.no_grad():
+        for weight, dim in readers:
+            dead = [i for i, c in enumerate(groups.axes[weight, dim].tolist()) if c not in left]
+            tensors[weight].data.index_fill_(dim, torch.tensor(dead, dtype=torch.int64), 0)
+    keep = {c.name: list(c.keep) for c in plan.cuts if c.dim == 1}
+    for graft in plan.grafts:
+        inputs = keep.get(graft.weight, slice(None))
+        modules[graft.module].register_forward_hook(_grafted(list(graft.rows), inputs, grown[graft.module].implant))
+    for scatter in groups.scatters:
+        dead = [i for i, c in enumerate(scatter.narrow.tolist()) if c not in left]
+        modules[scatter.module].register_forward_hook(_silenced(dead))
+    return run(dense, example)
+
+
+def _grafted(rows: list[int], inputs: Any, implant: nn.Module) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, rows] = implant(args[0][:, inputs])
+        return output
+
+    return hook
+
+
+def _silenced(dead: list[int]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.index_fill(1, torch.tensor(dead, dtype=torch.int64), 0)
+
+    return hook
+
+
+# ---- plans --------------------------------------------------------------------------------------------------
+
+
+def implantable(groups: Groups) -> dict[str, list[int]]:
+    """Units with at least one producer larger than 1x1, all of which are plain convolutions called once."""
+    found = {}
+    for name, group in groups.items():
+        large = [p for p in group.producers if int(np.prod(groups.shapes[p.weight][2:])) > 1]
+        able = [set(p.unit[p.unit >= 0].tolist()) for p in large if p.weight in groups.sites]
+        unable = [set(p.unit[p.unit >= 0].tolist()) for p in large if p.weight not in groups.sites]
+        found[name] = sorted(set().union(*able) - set().union(*unable))
+    return found
+
+
+def random_plan(groups: Groups, seed: int, share: float = 0.5, implant: hap.Implant | None = None) -> hap.Plan:
+    """Every unit goes with probability `share`, but one of each layer stays; half of what goes may be implanted."""
+    draw = np.random.default_rng(seed)
+    removed, implanted = {}, {}
+    able = implantable(groups)
+    for name, group in groups.items():
+        stays = {draw.choice(p.unit[p.unit >= 0]) for p in group.producers}
+        out = [u for u in np.flatnonzero(draw.random(len(group)) < share).tolist() if u not in stays]
+        take = [u for u in out if u in able[name] and draw.random() < 0.5] if implant is not None else []
+        removed[name], implanted[name] = [u for u in out if u not in take], take
+    return hap.draft(groups, removed, implanted, implant)
+
+
+def random_scores(groups: Groups, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.rand(len(g), generator=generator) for n, g in groups.items()}
+
+
+def reachable(groups: Groups, kind: str, fractions: Iterable[float]) -> list[float]:
+    """Those fractions that the removal of all but one unit per group would meet."""
+    least = hap.draft(groups, {n: range(1, len(g)) for n, g in groups.items() if len(g) > 1})
+    field = {"params": "params", "flops": "macs", "channels": "channels"}[kind]
+    bottom = getattr(least.after, field) / max(getattr(least.before, field), 1)
+    return [f for f in fractions if f > bottom + 0.05 * (1 - bottom)]
+
+
+# ---- what must hold -----------------------------------------------------------------------------------------
+
+
+def check_pruned(model: nn.Module, groups: Groups, plan: hap.Plan, example: Any, tolerance: float = 1e-10) -> nn.Module:
+    """Promises 1 and 2 on one plan: pruned = masked, planned = counted, attributes true. Returns the pruned copy."""
+    pruned = hap.apply_(copy.deepcopy(model), plan, example=example, verify=True)
+    seen = run(pruned, example)
+    wanted = reference(model, groups, plan, pruned, example)
+    if plan.exact:
+        assert gap(wanted, seen) <= tolerance
+    else:
+        assert [x.shape for x in wanted] == [x.shape for x in seen]
+    check_cost(pruned, plan.after, example)
+    check_attributes(pruned, example)
+    return pruned
+
+
+def check_cost(model: nn.Module, planned: Any, example: Any) -> None:
+    counted = hap.cost(model, example)
+    assert (planned.params, planned.macs) == (counted.params, counted.macs)
+    assert counted.params == sum(p.numel() for p in model.parameters())
+
+
+def check_attributes(model: nn.Module, example: Any) -> None:
+    """The integers of every module agree with its tensors, and with what really flows in."""
+    hooks = [m.register_forward_pre_hook(_check_input) for m in model.modules()]
+    run(model, example)
+    for hook in hooks:
+        hook.remove()
+    for name, module in model.named_modules():
+        if isinstance(module, _ConvNd):
+            ends = (module.in_channels, module.out_channels // module.groups)
+            ends = ends if module.transposed else (module.out_channels, module.in_channels // module.groups)
+            assert tuple(module.weight.shape[:2]) == ends, name
+            assert module.in_channels % module.groups == module.out_channels % module.groups == 0, name
+            assert module.bias is None or len(module.bias) == module.out_channels, name
+        elif isinstance(module, nn.Linear):
+            assert tuple(module.weight.shape) == (module.out_features, module.in_features), name
+            assert module.bias is None or len(module.bias) == module.out_features, name
+        elif isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm | nn.PReLU):
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            size = _norm_size(module)
+            assert all(tuple(t.shape) == size for t in tensors if t.ndim), name
+
+
+def _norm_size(module: Any) -> tuple[int, ...]:
+    if isinstance(module, nn.GroupNorm):
+        assert module.num_channels % module.num_groups == 0
+        return (module.num_channels,)
+    if isinstance(module, nn.PReLU):
+        return (module.num_parameters,)
+    return (module.num_features,) if isinstance(module, _NormBase) else tuple(module.normalized_shape)
+
+
+def _check_input(module: nn.Module, args: Any) -> None:
+    if isinstance(module, _ConvNd):
+        assert args[0].shape[-len(module.kernel_size) - 1] == module.in_channels
+    elif isinstance(module, nn.Linear):
+        assert args[0].shape[-1] == module.in_features
+    elif isinstance(module, _NormBase):
+        assert args[0].shape[1] == module.num_features
+    elif isinstance(module, nn.GroupNorm):
+        assert args[0].shape[1] == module.num_channels
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        assert tuple(args[0].shape[-len(module.normalized_shape) :]) == tuple(module.normalized_shape)
+
+
+def check_tight(groups: Groups, plan: hap.Plan, budget: hap.Budget) -> None:
+    """Promise 2: the budget is met, and keeping any one unit more would not meet it."""
+    dense = budget.of(plan.before)
+    assert budget.of(plan.after) <= budget.fraction * dense * (1 + 1e-12)
+    for name in groups:
+        for unit in plan.removed[name] + plan.implanted[name]:
+            removed = plan.removed | {name: [u for u in plan.removed[name] if u != unit]}
+            implanted = plan.implanted | {name: [u for u in plan.implanted[name] if u != unit]}
+            more = hap.draft(groups, removed, implanted, plan.implant)
+            assert budget.of(more.after) > budget.fraction * dense, f"{name}[{unit}] would still fit"
+
+
+# ---- bit for bit --------------------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that a pure function may not change."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {
+        "tensors": {n: (id(t), t._version, t.detach().clone()) for n, t in tensors},
+        "grads": {n: None if t.grad is None else t.grad.clone() for n, t in tensors},
+        "requires": {n: t.requires_grad for n, t in tensors},
+        "modes": {n: m.training for n, m in model.named_modules()},
+        "classes": {n: type(m) for n, m in model.named_modules()},
+        "hooks": {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()},
+    }
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
+    after = snapshot(model)
+    for key in ("requires", "modes", "classes", "hooks"):
+        assert after[key] == before[key], key
+    assert after["tensors"].keys() == before["tensors"].keys()
+    for name, (identity, version, value) in after["tensors"].items():
+        old_identity, old_version, old = before["tensors"][name]
+        assert identity == old_identity and version == old_version, name
+        assert torch.equal(value, old), name
+        a, b = after["grads"][name], before["grads"][name]
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name

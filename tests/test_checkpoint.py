@@ -1,0 +1,332 @@
+"""save and load: bit for bit, or one clear error and nothing changed."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import hap
+from cases import CASES
+from checks import COUPLINGS, assert_unchanged, random_plan, run, same, snapshot, traced
+
+SOURCE = Path(hap.__file__).parent
+
+
+def fresh(name: str) -> nn.Module:
+    """A dense model of the same kind with other weights."""
+    model, _ = CASES[name]()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(1.0)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_round_trip_is_bit_for_bit(name: str, coupling: str, tmp_path: Path) -> None:
+    model, example = CASES[name]()
+    plan = random_plan(traced(name, coupling), 0, implant=hap.Pointwise(init="center"))
+    pruned = hap.apply_(model, plan, example=example)
+    path = hap.save(tmp_path / "a.safetensors", pruned, plan)
+    new = fresh(name)
+    loaded = hap.load(path, new)
+    assert loaded is new and same(run(loaded, example), run(pruned, example))
+    assert hap.read(path).plan == plan
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+    seen, wanted = loaded.state_dict(), pruned.state_dict()
+    assert seen.keys() == wanted.keys() and all(torch.equal(seen[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize("implant", [hap.DepthwiseSeparable(), hap.SpatialLowRank(rank=3), hap.LowRank(seed=2)])
+def test_every_implant_is_rebuilt(implant: hap.Implant, tmp_path: Path) -> None:
+    model, example = CASES["residual"]()
+    plan = random_plan(traced("residual", "union"), 1, 0.6, implant)
+    assert plan.grafts and plan.widenings
+    pruned = hap.apply_(model, plan, example=example)
+    with torch.no_grad():
+        for parameter in pruned.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)  # as if trained
+    loaded = hap.load(hap.save(tmp_path / "a.safetensors", pruned, plan), fresh("residual"))
+    assert same(run(loaded, example), run(pruned, example))
+    assert hap.cost(loaded, example).params == plan.after.params
+
+
+def test_dense_models_and_what_comes_along(tmp_path: Path) -> None:
+    model, example = CASES["residual"]()
+    recipe = hap.Recipe()
+    path = tmp_path / "deep" / "er" / "dense.safetensors"
+    hap.save(path, model, recipe=recipe, metrics={"accuracy": 0.5}, about={"model": "residual"})
+    found = hap.read(path)
+    assert found.plan is None and found.metrics == {"accuracy": 0.5} and found.about == {"model": "residual"}
+    assert found.recipe == json.loads(json.dumps(recipe.to_dict()))
+    assert found.shapes["head.weight"] == [5, 8]
+    assert same(run(hap.load(path, fresh("residual")), example), run(model, example))
+
+
+def test_saving_leaves_the_model(tmp_path: Path) -> None:
+    model, _ = CASES["tied_parameters"]()
+    before = snapshot(model)
+    hap.save(tmp_path / "a.safetensors", model)
+    assert_unchanged(model, before)
+
+
+def test_ties_are_stored_once_and_kept(tmp_path: Path) -> None:
+    model, example = CASES["tied_parameters"]()
+    path = hap.save(tmp_path / "a.safetensors", model)
+    with safe_open(path, framework="pt") as file:
+        assert "a.weight" in file.keys() and "b.weight" not in file.keys()  # noqa: SIM118
+    loaded = hap.load(path, fresh("tied_parameters"))
+    assert loaded.a.weight is loaded.b.weight and same(run(loaded, example), run(model, example))
+
+
+class Mirror(nn.Module):
+    """A buffer that is another view of the same memory is not the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0).view(2, 2))
+        self.register_buffer("turned", self.weight.detach().t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.turned
+
+
+def test_views_of_one_memory_are_told_apart(tmp_path: Path) -> None:
+    model, x = Mirror(), torch.eye(2)
+    new = Mirror()
+    new.turned = torch.zeros(2, 2)
+    loaded = hap.load(hap.save(tmp_path / "a.safetensors", model), new)
+    assert torch.equal(loaded(x), model(x))
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model, example = CASES["residual"]()
+    plan = random_plan(traced("residual", "union"), 0, 0.5, hap.Pointwise(init="center"))
+    return hap.save(tmp_path / "good.safetensors", hap.apply_(model, plan, example=example), plan)
+
+
+def rewritten(
+    path: Path, change: Any = None, drop: str | None = None, extra: str | None = None, raw: Any = None
+) -> Path:
+    """The same checkpoint with another header or other tensors."""
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["hap"])
+        tensors = {n: file.get_tensor(n) for n in file.keys() if n != drop}  # noqa: SIM118
+    if change:
+        change(header)
+    if extra:
+        tensors[extra] = torch.zeros(3)
+    new = path.with_name("bad.safetensors")
+    save_file(tensors, new, metadata={"hap": raw if raw is not None else json.dumps(header)})
+    return new
+
+
+def refused(path: Path, words: str, model: nn.Module | None = None) -> None:
+    model = fresh("residual") if model is None else model
+    before = snapshot(model)
+    with pytest.raises(hap.HapError, match=words) as caught:
+        hap.load(path, model)
+    assert str(path) in str(caught.value)
+    assert_unchanged(model, before)
+
+
+def test_another_model(saved: Path) -> None:
+    refused(saved, "saved from another model", fresh("plain"))
+    refused(saved, "saved from another model", fresh("bottleneck"))
+    wider, example = CASES["residual"]()
+    wider.b1[0][0] = nn.Conv2d(6, 7, 3, padding=1, bias=False).double()
+    refused(saved, r"saved from another model.*b1\.0\.0", wider)
+
+
+def test_another_dense_model(tmp_path: Path) -> None:
+    model, _ = CASES["plain"]()
+    refused(hap.save(tmp_path / "a.safetensors", model), "has no tensor 'stem.0.weight'.*another model")
+    plain = hap.save(tmp_path / "b.safetensors", nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    refused(plain, "it holds '1.(weight|bias)'", nn.Sequential(nn.Linear(3, 4)))
+    refused(plain, r"has shape \[4, 3\] there and \[5, 3\] here", nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+
+
+def test_a_model_that_is_pruned_already(saved: Path) -> None:
+    refused(saved, "applied to this one before", hap.load(saved, fresh("residual")))
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.99])
+def test_truncated(saved: Path, keep: float) -> None:
+    content = saved.read_bytes()
+    short = saved.with_name("short.safetensors")
+    short.write_bytes(content[: int(keep if keep >= 1 or keep == 0 else keep * len(content))])
+    refused(short, "truncated, damaged or not a checkpoint")
+
+
+def test_newer_format(saved: Path) -> None:
+    refused(rewritten(saved, lambda h: h.update(format=99)), "format 99.*reads up to 1.*[Uu]pgrade")
+
+
+@pytest.mark.parametrize("name", ["head.weight", "b1.0.0.weight", "stem.1.running_mean"])
+def test_missing_tensor(saved: Path, name: str) -> None:
+    refused(rewritten(saved, drop=name), f"has no tensor '{re.escape(name)}'")
+
+
+def test_extra_tensor(saved: Path) -> None:
+    refused(rewritten(saved, extra="surprise"), "holds 'surprise'")
+
+
+def test_not_ours(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    refused(path, "not one that hap.save wrote")
+    text = tmp_path / "notes.txt"
+    text.write_text("hello")
+    refused(text, "truncated, damaged or not a checkpoint")
+    refused(tmp_path / "nowhere.safetensors", "there is no file")
+    refused(tmp_path, "no file|cannot be read")
+
+
+@pytest.mark.parametrize("raw", ["not json", "[]", "null", "{}", '{"format": 1}', '{"format": "1"}',
+                                 '{"format": 1, "plan": 3, "recipe": null, "metrics": {}, "about": {}, "aliases": {}}',
+                                 '{"format": 1, "plan": null, "recipe": null, "metrics": {}, "about": {}, "aliases": 5}'])  # fmt: skip
+def test_damaged_header(saved: Path, raw: str) -> None:
+    refused(rewritten(saved, raw=raw), "")
+
+
+def break_cut(field: str, value: Any) -> Any:
+    def change(header: dict[str, Any]) -> None:
+        header["plan"]["cuts"][0][field] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        break_cut("keep", [0, 99]),
+        break_cut("keep", [-1]),
+        break_cut("keep", ["a"]),
+        break_cut("dim", 7),
+        break_cut("dim", -1),
+        break_cut("name", "nowhere.weight"),
+        lambda h: h["plan"].pop("kept"),
+        lambda h: h["plan"].update(implant={"kind": "os.system"}),
+        lambda h: h["plan"].update(implant={"kind": "Pointwise", "ratio": 0.2, "init": "center", "command": "rm"}),
+        lambda h: h["plan"]["grafts"][0].update(rows=[999]),
+        lambda h: h["plan"]["grafts"][0].update(module="head"),
+        lambda h: h["plan"]["widenings"][0].update(index=[999, 1000]),
+        lambda h: h["plan"].update(before=3),
+    ],
+)
+def test_damaged_plan(saved: Path, change: Any) -> None:
+    refused(rewritten(saved, change), "")
+
+
+def test_unwritable_paths(tmp_path: Path) -> None:
+    model, _ = CASES["plain"]()
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file" / "a.safetensors", Path("/proc/nowhere/a.safetensors"), tmp_path):
+        with pytest.raises(hap.HapError, match=rf"cannot write {re.escape(str(path))}"):
+            hap.save(path, model)
+    assert (tmp_path / "file").read_text() == "in the way"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = saved.read_bytes()
+    model, _ = CASES["plain"]()
+
+    def half(tensors: Any, path: Any, metadata: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hap.checkpoint.save_file", half)
+    with pytest.raises(hap.HapError, match="No space left"):
+        hap.save(saved, model)
+    with pytest.raises(hap.HapError, match="must be JSON"):
+        hap.save(saved, model, metrics={"bad": object()})
+    assert saved.read_bytes() == old
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+
+
+def test_an_interrupted_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = saved.read_bytes()
+    model, _ = CASES["plain"]()
+
+    def stopped(tensors: Any, path: Any, metadata: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hap.checkpoint.save_file", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        hap.save(saved, model)
+    assert saved.read_bytes() == old and len(list(saved.parent.iterdir())) == 1
+
+
+def test_tensors_damaged_on_disk_do_not_leave_half_a_model(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is fine when it is looked at and fails while the tensors are read."""
+    model = fresh("residual")
+    before = snapshot(model)
+    true, calls = torch.Tensor.copy_, []
+
+    def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError("input/output error")
+        return true(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", failing)
+    try:
+        with pytest.raises((hap.HapError, OSError)):
+            hap.load(saved, model)
+    finally:
+        monkeypatch.undo()
+    assert len(calls) >= 3
+    after = snapshot(model)
+    assert after["hooks"] == before["hooks"]
+    assert all(torch.equal(after["tensors"][n][2], before["tensors"][n][2]) for n in before["tensors"])
+
+
+def test_nothing_is_unpickled() -> None:
+    """Promise 7, by reading the source: no call that could run what a file says."""
+    calls = re.compile(
+        r"(torch\.load|pickle\.loads?|Unpickler|yaml\.load|shelve\.|marshal\.|joblib\.|eval\(|exec\()\b?"
+    )
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if calls.search(line) and ".eval(" not in line and not line.strip().startswith(("#", '"""'))
+    ]
+    allowed = [line for line in found if "weights_only=True" in line]
+    assert [line for line in found if line not in allowed] == []
+
+
+def test_a_pickle_with_code_is_never_run(tmp_path: Path) -> None:
+    import pickle
+
+    class Boom:
+        def __reduce__(self) -> Any:
+            return (Path(tmp_path / "ran").touch, ())
+
+    path = tmp_path / "evil.safetensors"
+    path.write_bytes(pickle.dumps(Boom()))
+    refused(path, "not a checkpoint")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_copy_of_a_loaded_model_is_independent(saved: Path) -> None:
+    _, example = CASES["residual"]()
+    loaded = hap.load(saved, fresh("residual"))
+    twin = copy.deepcopy(loaded)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not same(run(twin, example), run(loaded, example))

@@ -1,0 +1,406 @@
+"""The command line: the documented flow, what it refuses, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hap
+from hap.cli import app
+from hap.experiments import forget, read_config
+from hap.training.report import Report
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+from torch import nn
+
+def build(classes=10):
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes),
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def invoke(*arguments: object) -> object:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def ok(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    """The one line on stderr of a command that must fail as a user's error."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output + repr(result.exception)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "Traceback" not in result.output
+    return last
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory) -> Path:
+    """A digits network after one epoch."""
+    path = tmp_path_factory.mktemp("dense") / "dense.safetensors"
+    ok("train", "--model", "digits_resnet", "--data", "digits", "--recipe", "digits", "--epochs", 1, "--out", path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pruned(dense: Path, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pruned") / "pruned.safetensors"
+    ok("prune", dense, "--params", 0.3, "--implant", 0.2, "--calibration", 64, "--out", path)
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch) -> Path:
+    """A folder with a module tinynet, which is the current folder."""
+    (tmp_path / "tinynet.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "tinynet", raising=False)
+    yield tmp_path
+    sys.modules.pop("tinynet", None)
+
+
+# ---- the flow -----------------------------------------------------------------------------------------------
+
+
+def test_train_says_in_the_checkpoint_what_later_commands_need(dense: Path) -> None:
+    found = hap.read(dense)
+    assert found.about == {"model": "digits_resnet", "classes": 10, "data": "digits", "input": [1, 8, 8]}
+    assert found.recipe["epochs"] == 1
+    assert found.metrics["params"] == 82_762
+    assert [p.name for p in dense.parent.iterdir()] == ["dense.safetensors"]  # no training state is left
+
+
+def test_score_prints_a_row_per_layer_and_writes_what_prune_reads(dense: Path, tmp_path: Path) -> None:
+    scores, out = tmp_path / "scores.json", tmp_path / "pruned.safetensors"
+    shown = ok("score", dense, "--data", "digits", "--criterion", "hessian", "--calibration", 64, "--out", scores)
+    assert "layer3.1.conv1" in shown
+    assert "median" in shown
+    values = json.loads(scores.read_text())["scores"]
+    assert len(values["layer3.1.conv1"]) == 40
+    ok("prune", dense, "--params", 0.3, "--scores", scores, "--calibration", 64, "--out", out)
+    ok("prune", dense, "--params", 0.3, "--calibration", 64, "--out", tmp_path / "direct.safetensors")
+    assert hap.read(out).plan == hap.read(tmp_path / "direct.safetensors").plan
+    assert "another checkpoint" in refused("prune", out_of(dense, tmp_path), "--params", 0.3, "--scores", scores,
+                                           "--out", out)  # fmt: skip
+    assert "--coupling joint" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--coupling", "union",
+                                         "--out", out)  # fmt: skip
+    assert "scored by hessian" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--criterion", "l1",
+                                          "--out", out)  # fmt: skip
+
+
+def out_of(dense: Path, folder: Path) -> Path:
+    """Another checkpoint of the same network."""
+    model = hap.models.build("digits_resnet").eval()
+    return hap.save(folder / "other.safetensors", model, about=hap.read(dense).about)
+
+
+def test_score_with_probes_shows_standard_errors(dense: Path) -> None:
+    assert "standard error" in ok("score", dense, "--probes", 4, "--calibration", 32)
+
+
+def test_prune_meets_the_budget_and_shows_plan_cost_and_accuracy(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "pruned.safetensors"
+    shown = ok("prune", dense, "--data", "digits", "--params", 0.3, "--implant", 0.2, "--criterion", "hessian",
+               "--coupling", "joint", "--calibration", 64, "--out", out)  # fmt: skip
+    assert "implanted" in shown
+    assert "82,762" in shown
+    assert "accuracy" in shown
+    plan = hap.read(out).plan
+    assert plan.after.params <= 0.3 * plan.before.params
+    assert sum(map(len, plan.implanted.values())) > 0
+
+
+def test_options_of_prune_reach_the_plan(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pruned.safetensors"
+    ok("prune", dense, "--flops", 0.8, "--criterion", "l1", "--round-to", 4, "--leave", "layer1.*", "--per-cost",
+       "--compensate", "--per-layer", 0.5, "--implant", 0.5, "--implant-kind", "DepthwiseSeparable", "--coupling",
+       "union", "--calibration", 64, "--out", out)  # fmt: skip
+    plan = hap.read(out).plan
+    assert plan.coupling == "union"
+    assert plan.implant.to_dict()["kind"] == "DepthwiseSeparable"
+    assert all(not gone for name, gone in plan.removed.items() if name.startswith("layer1."))
+    assert all(len(gone) <= 0.5 * (len(gone) + len(plan.kept[name])) for name, gone in plan.removed.items())
+
+
+def test_finetune_eval_info_and_export_need_no_model(dense: Path, pruned: Path, tmp_path: Path) -> None:
+    final = tmp_path / "final.safetensors"
+    ok("finetune", pruned, "--data", "digits", "--recipe", "digits-finetune", "--teacher", dense, "--epochs", 1,
+       "--out", final)  # fmt: skip
+    saved = hap.read(final)
+    assert saved.recipe["distill"] == 0.7
+    assert saved.plan == hap.read(pruned).plan
+    assert saved.metrics["accuracy"] > hap.read(pruned).metrics["accuracy"]
+    assert f"{100 * saved.metrics['accuracy']:.2f}%" in ok("eval", final, "--data", "digits")
+    shown = ok("info", final)
+    assert "digits_resnet" in shown
+    assert "layer3.1.conv1" in shown
+    ok("export", final, tmp_path / "net.pt2", "--batch", 2)
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = hap.load(final, hap.models.build("digits_resnet")).eval()(x)
+    torch.testing.assert_close(program(x), expected)
+
+
+def test_finetune_writes_beside_the_checkpoint_by_default(pruned: Path) -> None:
+    out = pruned.with_name("pruned-finetuned.safetensors")
+    ok("finetune", pruned, "--epochs", 1, "--lr", 0.01, "--batch", 128)
+    recipe = hap.read(out).recipe
+    assert (recipe["lr"], recipe["batch"], recipe["distill"]) == (0.01, 128, 0.0)
+
+
+def test_export_to_onnx_gives_equal_outputs(pruned: Path, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    ok("export", pruned, tmp_path / "net.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
+    x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    (seen,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = hap.load(pruned, hap.models.build("digits_resnet")).eval()(x).detach()
+    torch.testing.assert_close(torch.from_numpy(seen), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_version_and_help_with_examples() -> None:
+    assert ok("--version") == f"hap {hap.__version__}\n"
+    for command in ("demo", "train", "score", "prune", "finetune", "run", "eval", "export", "info", "report"):
+        assert f"hap {command}" in ok(command, "--help").split("Example")[1]
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_wrong_names(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.safetensors"
+    assert "unknown model 'resnet1'" in refused("train", "--model", "resnet1", "--data", "digits", "--out", out)
+    assert "nowhere" in refused("train", "--model", "digits_resnet", "--data", "nowhere", "--out", out)
+    assert "unknown recipe" in refused("train", "--model", "digits_resnet", "--data", "digits", "--recipe", "fast",
+                                       "--out", out)  # fmt: skip
+    assert "cannot read an image of digits" in refused("train", "--model", "resnet20", "--data", "digits", "--out", out)
+    assert "criterion is 'size'" in refused("score", dense, "--criterion", "size")
+    assert "coupling is 'loose'" in refused("score", dense, "--coupling", "loose")
+    assert "device is 'tpu'" in refused("eval", dense, "--device", "tpu")
+    assert "--split" in refused("eval", dense, "--split", "all")
+    assert "there is no file" in refused("info", tmp_path / "missing.safetensors")
+    assert "there is no file" in refused("prune", tmp_path / "missing.safetensors", "--params", 0.3, "--out", out)
+    assert "there is no file" in refused("prune", dense, "--params", 0.3, "--scores", tmp_path / "s.json", "--out", out)
+    assert not out.exists()
+
+
+def test_a_checkpoint_that_lies_about_its_classes_is_refused(tmp_path: Path) -> None:
+    about = {"model": "digits_resnet", "classes": 10**9}
+    path = hap.save(tmp_path / "x.safetensors", torch.nn.Linear(2, 2), about=about)
+    assert "1000000000 classes" in refused("eval", path)
+
+
+def test_wrong_budgets(dense: Path, pruned: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.safetensors"
+    assert "params=1.5" in refused("prune", dense, "--params", 1.5, "--out", out)
+    assert "exactly one" in refused("prune", dense, "--out", out)
+    assert "exactly one" in refused("prune", dense, "--params", 0.3, "--flops", 0.3, "--out", out)
+    assert "cannot be reached" in refused("prune", dense, "--params", 0.001, "--criterion", "l1", "--out", out)
+    assert "pruned already" in refused("prune", pruned, "--params", 0.1, "--out", out)
+    assert "implant ratio is 3" in refused("prune", dense, "--params", 0.3, "--implant", 3, "--out", out)
+    assert "probes are for" in refused(
+        "prune", dense, "--params", 0.3, "--criterion", "l1", "--probes", 9, "--out", out
+    )
+    assert not out.exists()
+
+
+def test_places_that_cannot_be_written(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "x.safetensors"
+    assert "cannot write" in refused("train", "--model", "digits_resnet", "--data", "digits", "--out", out)
+    assert "cannot write" in refused("prune", dense, "--params", 0.3, "--out", out)
+    assert "it is a folder" in refused("score", dense, "--out", tmp_path)
+    assert "must end in .safetensors" in refused("prune", dense, "--params", 0.3, "--out", tmp_path / "x.pt")
+    assert "must end in .onnx or .pt2" in refused("export", dense, tmp_path / "x.pb")
+    assert "--out is the checkpoint itself" in refused("finetune", dense, "--out", dense)
+    assert "needs --teacher" in refused("finetune", dense, "--distill", 0.5)
+
+
+# ---- code that a checkpoint names ---------------------------------------------------------------------------
+
+
+def test_a_checkpoint_cannot_choose_code_but_its_user_can(tiny: Path) -> None:
+    ok("train", "--model", "tinynet:build", "--data", "digits", "--epochs", 1, "--out", "net.safetensors")
+    assert hap.read("net.safetensors").about["model"] == "tinynet:build"
+    (tiny / "tinynet.py").write_text("import pathlib; pathlib.Path('ran').touch()\n" + TINY)
+    del sys.modules["tinynet"]
+    for command in (["eval"], ["score"], ["prune", "--params", "0.5", "--out", "p.safetensors"]):
+        line = refused(command[0], "net.safetensors", *command[1:])
+        assert "a checkpoint cannot name code to run" in line
+        assert "--model tinynet:build" in line
+    ok("info", "net.safetensors")
+    assert not (tiny / "ran").exists()
+    ok("eval", "net.safetensors", "--model", "tinynet:build")
+    assert (tiny / "ran").exists()
+
+
+# ---- interruption -------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_leaves_what_the_same_command_resumes(tiny: Path) -> None:
+    command = [sys.executable, "-c", "from hap.cli import main; main()", "train", "--model", "tinynet:build", "--data",
+               "digits", "--epochs", "8", "--out", "net.safetensors"]  # fmt: skip
+    state = tiny / "net.training.safetensors"
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 60
+    while not state.exists() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130, stderr
+    assert "the same command goes on" in stderr.strip().splitlines()[-1]
+    assert "Traceback" not in stderr
+    assert state.exists()
+    assert not (tiny / "net.safetensors").exists()
+    assert "going on from" in ok(*command[3:])
+    assert hap.read("net.safetensors").recipe["epochs"] == 8
+    assert not state.exists()
+
+
+def test_a_resumed_training_ends_as_an_unbroken_one(tiny: Path, monkeypatch) -> None:
+    train = ["train", "--model", "tinynet:build", "--data", "digits", "--epochs", "4", "--out"]
+    whole = Report.epoch
+
+    def stop(self: Report, epoch: int) -> None:
+        if epoch == 2:
+            raise KeyboardInterrupt
+        whole(self, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "epoch", stop)
+        result = invoke(*train, "broken.safetensors")
+    assert result.exit_code == 130
+    ok(*train, "broken.safetensors")
+    ok(*train, "unbroken.safetensors")
+    import tinynet
+
+    one, other = (hap.load(f"{n}.safetensors", tinynet.build()).state_dict() for n in ("broken", "unbroken"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- experiments --------------------------------------------------------------------------------------------
+
+
+def small_config(folder: Path, model: str = "tinynet:build", **changes: str) -> Path:
+    values = {"top": "", "dense": 'recipe = "digits"\nepochs = 1', "prune": 'criterion = "l1"\nparams = 0.5'} | changes
+    path = folder / "config.toml"
+    path.write_text(
+        f'model = "{model}"\ndata = "digits"\nout = "{(folder / "out").as_posix()}"\ncalibration = 32\n'
+        f'{values["top"]}\n[dense]\n{values["dense"]}\n[finetune]\nrecipe = "digits-finetune"\nepochs = 1\n'
+        f'teacher = true\n[[prune]]\nname = "L1"\n{values["prune"]}\n'
+    )
+    return path
+
+
+def test_the_example_config_is_valid() -> None:
+    experiment = read_config(ROOT / "examples" / "digits.toml")
+    assert [step.budget().fraction for step in experiment.prune] == [0.5, 0.5, 0.5]
+    assert experiment.dense.make(0).epochs == 12
+    assert experiment.finetune.make(1).distill > 0
+
+
+def test_run_leaves_results_and_skips_what_is_finished(tiny: Path) -> None:
+    config = small_config(tiny)
+    assert "L1" in ok("run", config)
+    record = json.loads((tiny / "out" / "results" / "l1-seed0.json").read_text())
+    assert record["pruned"]["params"] <= 0.5 * record["dense"]["params"]
+    assert record["budget"] == {"params": 0.5}
+    assert record["hardware"]["torch"] == torch.__version__
+    assert len(record["curve"]["loss"]) == 1
+    assert (tiny / "out" / "report.html").exists()
+    stamps = {p: p.stat().st_mtime_ns for p in (tiny / "out").glob("*.safetensors")}
+    ok("run", config)
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
+    assert "done before" not in invoke("run", config, "--fresh").stderr
+    again = invoke("run", small_config(tiny, prune='criterion = "l1"\nparams = 0.4'))  # other settings: done again
+    assert again.exit_code == 0
+    assert "dense network: done before" in again.stderr
+    record = json.loads((tiny / "out" / "results" / "l1-seed0.json").read_text())
+    assert record["budget"] == {"params": 0.4}
+
+
+def test_fresh_removes_what_the_experiment_left_and_nothing_else(tmp_path: Path) -> None:
+    experiment = read_config(small_config(tmp_path))
+    out = Path(experiment.out)
+    ours = [out / "dense.safetensors", out / "l1-seed0.safetensors", out / "results" / "l1-seed0.json",
+            out / "training" / "l1-seed0-0123abcd.safetensors", out / "experiment.json"]  # fmt: skip
+    others = [out / "mine.safetensors", out / "results" / "l2-seed0.json", out / "l1-seed1.safetensors"]
+    for path in ours + others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    forget(experiment)
+    assert [p.exists() for p in ours + others] == [False] * 5 + [True] * 3
+
+
+def test_run_goes_on_after_an_interruption(tmp_path: Path, dense: Path, monkeypatch) -> None:
+    config = small_config(tmp_path, "digits_resnet", dense=f'checkpoint = "{dense.as_posix()}"')
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        result = invoke("run", config)
+    assert result.exit_code == 130
+    assert "the same command goes on where it stopped" in result.stderr
+    result = invoke("run", config)
+    assert result.exit_code == 0
+    assert "L1: pruned network: done before" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"top": "sedes = [1]"}, ["'sedes'", "known keys: model, data"]),
+        ({"dense": 'recipe = "digits"\nepoch = 3'}, ["'epoch' in [dense]", "epochs, batch"]),
+        ({"prune": 'critereon = "l1"\nparams = 0.5'}, ["'critereon' in [[prune]] entry 1", "criterion"]),
+        ({"prune": "params = 2.0"}, ["params=2.0", "LEFT"]),
+        ({"prune": 'params = "half"'}, ["params is 'half'", "a number"]),
+        ({"top": 'seeds = ["a"]'}, ["seeds is ['a']"]),
+        ({"top": "seeds = []"}, ["at least one"]),
+        ({"dense": 'recipe = "quick"'}, ["unknown recipe 'quick'"]),
+        ({"dense": ""}, ["either a recipe to train by or a checkpoint"]),
+        ({"dense": "= 3"}, ["not valid TOML"]),
+    ],
+)  # fmt: skip
+def test_bad_configs_are_refused_before_any_work(tmp_path: Path, changes: dict[str, str], expected: list[str]) -> None:
+    line = refused("run", small_config(tmp_path, **changes))
+    assert all(words in line for words in expected), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_demo_compares_three_ways_and_leaves_a_report(tmp_path: Path) -> None:
+    shown = ok("demo", "--quick", "--out", tmp_path / "demo")
+    for method in ("Dense", "HAP", "HAP + Implant", "Magnitude"):
+        assert method in shown
+    assert "report.html" in shown
+    folder = tmp_path / "demo"
+    assert (folder / "summary.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 4
+    again = invoke("demo", "--quick", "--out", folder)
+    assert again.stdout == shown
+    assert again.stderr.count("done before") == 4

@@ -1,0 +1,241 @@
+"""apply_: the pruned model is the dense one with zeros, on every network of the table, in both couplings."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hap
+from cases import CASES
+from checks import (
+    COUPLINGS,
+    check_pruned,
+    check_tight,
+    gap,
+    random_plan,
+    random_scores,
+    reachable,
+    reference,
+    run,
+    same,
+    snapshot,
+    traced,
+)
+from hap.surgery import Stream
+
+SPANNED = ("group_norm_few", "layer_norm_mlp", "rms_norm_mlp", "convnext_block")
+every_case = pytest.mark.parametrize("name", CASES)
+both = pytest.mark.parametrize("coupling", COUPLINGS)
+
+
+@both
+@every_case
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_random_plans(name: str, coupling: str, share: float) -> None:
+    model, example = CASES[name]()
+    groups = traced(name, coupling)
+    for seed in range(3):
+        plan = random_plan(groups, seed, share)
+        assert plan.exact or name in SPANNED
+        check_pruned(model, groups, plan, example)
+
+
+@both
+@every_case
+@pytest.mark.parametrize("end", ["first", "last", "all but the first", "all but the last"])
+def test_whole_runs_of_units(name: str, coupling: str, end: str) -> None:
+    model, example = CASES[name]()
+    groups = traced(name, coupling)
+    for group in groups:
+        size = len(groups[group])
+        units = {"first": range(1), "last": range(size - 1, size), "all but the first": range(1, size)}
+        units["all but the last"] = range(size - 1)
+        if size > 1:
+            check_pruned(model, groups, hap.draft(groups, {group: units[end]}), example)
+
+
+@both
+@every_case
+@pytest.mark.parametrize("kind", ["params", "flops", "channels"])
+def test_budgets(name: str, coupling: str, kind: str) -> None:
+    model, example = CASES[name]()
+    groups = traced(name, coupling)
+    if not len(groups):
+        with pytest.raises(hap.HapError, match="nothing in this model can be removed"):
+            hap.plan(groups, {}, hap.Budget(**{kind: 0.5}))
+        return
+    scores = random_scores(groups)
+    fractions = reachable(groups, kind, [0.9, 0.7, 0.45])
+    for fraction in fractions:
+        budget = hap.Budget(**{kind: fraction})
+        plan = hap.plan(groups, scores, budget, limits=hap.Limits(per_layer=1.0))
+        check_tight(groups, plan, budget)
+        check_pruned(model, groups, plan, example)
+    assert fractions or max(map(len, groups.values())) < 8
+
+
+@both
+@every_case
+def test_float32(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    groups = traced(name, coupling)
+    single = torch.utils._pytree.tree_map(lambda t: t.float(), example)
+    check_pruned(model.float(), groups, random_plan(groups, 0), single, 1e-5)
+
+
+@both
+@every_case
+def test_empty_plan_changes_nothing(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    plan = hap.draft(traced(name, coupling), {})
+    assert (plan.cuts, plan.grafts, plan.widenings) == ((), (), ())
+    assert plan.before == plan.after
+    before, wanted = snapshot(model), run(model, example)
+    hap.apply_(model, plan, example=example)
+    after = snapshot(model)
+    assert all(torch.equal(after["tensors"][n][2], before["tensors"][n][2]) for n in before["tensors"])
+    assert after["hooks"] == before["hooks"] and after["classes"] == before["classes"]
+    assert same(run(model, example), wanted)
+
+
+@both
+@every_case
+def test_pruned_model_trains_and_copies(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    plan = random_plan(traced(name, coupling), 1)
+    pruned = hap.apply_(copy.deepcopy(model), plan, example=example)
+    assert pruned.state_dict().keys() == model.state_dict().keys()
+    for old, new in zip(model.modules(), [m for m in pruned.modules() if not isinstance(m, Stream)], strict=True):
+        assert type(old) is type(new)
+    twin = copy.deepcopy(pruned)
+    assert same(run(twin, example), run(pruned, example))
+    twin.load_state_dict(pruned.state_dict())
+    pruned.train()
+    optimiser = torch.optim.SGD(pruned.parameters(), 0.01, momentum=0.9)
+    out = call(pruned, example)
+    loss = sum(x.square().mean() for x in torch.utils._pytree.tree_leaves(out))
+    loss.backward()
+    grads = [p.grad for p in pruned.parameters() if p.grad is not None]
+    assert grads and all(torch.isfinite(g).all() for g in grads)
+    optimiser.step()
+    pairs = zip(pruned.parameters(), twin.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    assert all(torch.isfinite(x).all() for x in run(pruned, example))
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, dict):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+@both
+@every_case
+def test_prune_twice(name: str, coupling: str) -> None:
+    """Trace the pruned model as if it were new, and prune that; a widened stream is only ever frozen."""
+    model, example = CASES[name]()
+    first = hap.apply_(model, random_plan(traced(name, coupling), 2, 0.3), example=example)
+    groups = hap.trace(first, example)
+    check_pruned(first, groups, random_plan(groups, 3, 0.4), example)
+
+
+@pytest.mark.parametrize(("name", "coupling"), [("residual", "union"), ("channel_shuffle", "joint")])
+def test_compile(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    implant = hap.Pointwise(init="center")
+    pruned = hap.apply_(model, random_plan(traced(name, coupling), 0, 0.6, implant), example=example)
+    assert any(hasattr(m, "implant") for m in pruned.modules())
+    compiled = torch.compile(pruned, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert gap(run(pruned, example), [compiled(example)]) <= 1e-12
+
+
+def test_optimizer_and_ties_see_the_cut() -> None:
+    model, example = CASES["tied_parameters"]()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    hap.apply_(model, random_plan(traced("tied_parameters", "joint"), 0), example=example)
+    assert model.a.weight is model.b.weight
+    held = {id(p) for g in optimiser.param_groups for p in g["params"]}
+    assert held == {id(p) for p in model.parameters()}
+
+
+def test_channels_last_stays() -> None:
+    model, example = CASES["residual"]()
+    model = model.to(memory_format=torch.channels_last)
+    hap.apply_(model, random_plan(traced("residual", "joint"), 0), example=example)
+    assert model.b1[0][0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_flags_modes_and_gradients() -> None:
+    """Requires_grad and modes stay, gradients of what was cut go, others stay."""
+    model, example = CASES["plain"]()
+    model.train()
+    model[0][1].eval()
+    model[1][0].weight.requires_grad_(False)
+    model(example).sum().backward()
+    hap.apply_(model, hap.draft(traced("plain", "joint"), {"0.0": [0]}), example=example)
+    assert model.training and not model[0][1].training
+    assert not model[1][0].weight.requires_grad and model[0][0].weight.requires_grad
+    assert model[0][0].weight.grad is None
+    assert model[4].bias.grad is not None
+
+
+class Counts(nn.Module):
+    """Doubles what enters when that has an odd number of channels: not what any plan says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + x.shape[1] % 2)
+
+
+def test_verify_refuses_and_leaves_the_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), Counts(), nn.Conv2d(6, 2, 3)).double().eval()
+    example = torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    plan = hap.draft(hap.trace(model, example), {"0": [0]})
+    before, wanted = snapshot(model), run(model, example)
+    with pytest.raises(hap.HapError, match=r"does not do what the plan says.*output 0 is off by"):
+        hap.apply_(model, plan, example=example)
+    assert same(run(model, example), wanted)
+    assert snapshot(model)["hooks"] == before["hooks"] and model[0].out_channels == 6
+    hap.apply_(model, plan, verify=False)
+    assert model[0].out_channels == 5
+
+
+class Brittle(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 5:
+            raise RuntimeError("five channels")
+        return x
+
+
+def test_a_pruned_model_that_does_not_run_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), Brittle(), nn.Conv2d(6, 2, 3)).double().eval()
+    example = torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    plan = hap.draft(hap.trace(model, example), {"0": [0]})
+    with pytest.raises(hap.HapError, match="five channels"):
+        hap.apply_(model, plan, example=example)
+    assert model[0].out_channels == 6
+
+
+def test_verify_without_example_makes_one() -> None:
+    for name in ("plain", "two_inputs", "named_inputs"):
+        model, example = CASES[name]()
+        groups = traced(name, "joint")
+        plan = random_plan(groups, 0)
+        pruned = hap.apply_(copy.deepcopy(model), plan)
+        assert gap(reference(model, groups, plan, pruned, example), run(pruned, example)) <= 1e-10
+
+
+def test_union_adds_zeros_only_where_needed() -> None:
+    """A branch that keeps all of the stream's channels gets no scatter."""
+    model, example = CASES["residual"]()
+    groups = traced("residual", "union")
+    plan = hap.draft(groups, {"b1.1.0": [0, 3]})
+    assert [(w.module, w.index, w.width) for w in plan.widenings] == [("b1.1.1", (1, 2, 4, 5), 6)]
+    pruned = hap.apply_(model, plan, example=example)
+    assert pruned.stem[0].out_channels == 6 and pruned.b1[1][0].out_channels == 4
+    both_gone = hap.draft(groups, {"b1.1.0": [0, 3], "stem.0": [0, 3]})
+    assert both_gone.widenings == ()
+    assert [c.keep for c in both_gone.cuts if c.name == "b2.0.0.weight" and c.dim == 1] == [(1, 2, 4, 5)]

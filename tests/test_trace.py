@@ -1,0 +1,252 @@
+"""trace: which channels live and die together, found without touching the model."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hap
+from cases import CASES
+from checks import COUPLINGS, assert_unchanged, check_pruned, random_plan, snapshot, traced
+
+every_case = pytest.mark.parametrize("name", CASES)
+both = pytest.mark.parametrize("coupling", COUPLINGS)
+
+# Groups by hand, and in union coupling where that differs. What is not here has no freedom to speak of.
+JOINT = {
+    "plain": {"0.0": 8, "1.0": 6},
+    "vgg": {"0.0": 6, "2.0": 8, "5": 10},
+    "reflect_padding": {"0": 6, "2": 5},
+    "efficient_channel_attention": {"a.0": 7, "b": 1},
+    "conv1d": {"0": 6, "3": 8},
+    "conv3d": {"0": 6, "3": 5},
+    "mlp": {"0": 9, "2": 7},
+    "inplace_functional": {"a.0": 6},
+    "residual": {"stem.0": 6, "b1.0.0": 5, "b2.0.0": 8, "b2.1.0": 8},
+    "preactivation": {"stem": 6, "b1.2.0": 6, "shortcut": 7, "b2.0": 7},
+    "bottleneck": {"stem.0": 5, "b1.0.0": 4, "b1.1.0": 4, "b1.2.0": 9, "b2.0.0": 4, "b2.1.0": 4},
+    "residual_on_input": {"a": 6},
+    "residual_with_branches": {"stem.0": 6, "c": 8},
+    "scaled_residual": {"stem.0": 6},
+    "dense_block": {"stem": 6, "a": 4, "b": 4},
+    "inception": {"stem.0": 6, "a.0": 4, "b.0.0": 3, "b.1.0": 5, "c.0": 4, "d.0": 3, "mix.0": 7},
+    "concatenated_flattened": {"a": 4, "b": 5},
+    "split_concat": {"a.0": 6, "mix.0": 6},
+    "repeated_channels": {"a": 4, "c": 4, "b": 6},
+    "grouped_many": {"0.0": 4, "2.0": 6},
+    "grouped_few": {"0.0": 4, "1.0": 5, "2.0": 6},
+    "depthwise": {"0.0": 7, "2.0": 6},
+    "inverted_residual": {"stem.0": 4, "b.0.0": 9},
+    "squeeze_excite": {"stem.0": 6, "down": 3},
+    "squeeze_excite_linear": {"a.0": 6, "down": 4, "b": 5},
+    "spatial_attention": {"a.0": 7, "c": 8},
+    "spatial_gate": {"a.0": 7, "c": 6},
+    "shared_module": {"stem.0": 6},
+    "tied_parameters": {"stem.0": 6, "a": 7},
+    "functional_weight": {"a": 6, "b": 7},
+    "learned_query": {"a": 8},
+    "spatial_parameters": {"a.0": 6, "b": 7, "c": 6},
+    "transposed": {"a.0": 6, "up": 7, "b.0": 5},
+    "grouped_transposed": {"a.0": 4},
+    "unet_transposed": {"down1.0": 5, "down2.0": 8, "up": 6, "mix.0": 6},
+    "unet_upsampled": {"down1.0": 5, "down2.0": 8, "mix.0": 6},
+    "group_norm_many": {"0": 6, "3": 6},
+    "group_norm_few": {"0": 6, "3": 6, "5": 5},
+    "layer_norm_mlp": {"0": 9, "3": 7},
+    "instance_norm": {"0": 6, "3": 7, "6": 5},
+    "convnext_block": {"stem": 6, "up": 10},
+    "two_inputs": {"a.0": 6, "c": 7},
+    "named_inputs": {"a.0": 6, "b.0": 4, "c.0": 7},
+    "outputs_in_tuple": {"stem.0": 6, "a": 7},
+    "outputs_in_dict": {"stem.0": 6},
+    "hard_coded_view": {"a.0": 6},
+    "hard_coded_groups": {"a.0": 6, "c": 6},
+    "custom_operator": {"a.0": 6, "c": 6},
+    "nothing_to_remove": {},
+}
+UNION = JOINT | {
+    "inplace_functional": {"a.0": 6, "b.0": 6},
+    "residual": {"stem.0": 6, "b1.0.0": 5, "b1.1.0": 6, "b2.0.0": 8, "b2.1.0": 8, "shortcut.0": 8},
+    "preactivation": {"stem": 6, "b1.2.0": 6, "b1.2.3": 6, "shortcut": 7, "b2.0": 7, "b2.3": 7},
+    "bottleneck": {
+        "stem.0": 5, "b1.0.0": 4, "b1.1.0": 4, "b1.2.0": 9, "shortcut.0": 9, "b2.0.0": 4, "b2.1.0": 4, "b2.2.0": 9,
+    },
+    "inverted_residual": {"stem.0": 4, "b.0.0": 9, "b.4.0": 4},
+    "unet_upsampled": {"down1.0": 5, "down2.0": 8, "mix.0": 6, "side.0": 6},
+}  # fmt: skip
+# What the table allows to vary: the trace may find more or fewer units here as long as the plans hold.
+LOOSE = ("residual_on_input", "residual_with_branches", "scaled_residual", "squeeze_excite", "convnext_block",
+         "two_inputs", "learned_query")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_joint_groups(name: str) -> None:
+    assert {n: len(g) for n, g in traced(name, "joint").items()} == JOINT[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(UNION) - set(LOOSE)))
+def test_union_groups(name: str) -> None:
+    assert {n: len(g) for n, g in traced(name, "union").items()} == UNION[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "why"),
+    [
+        ("custom_operator", "hap_tests::halved", "no rule for this operator"),
+        ("products_of_activations", "matmul", "no rule for this operator"),
+        ("hard_coded_view", "b", "counts on its size"),
+        ("split_concat", "stem.0", "counts on its size"),
+        ("spatial_attention", "mean", "reduces over an axis"),
+        ("softmax_over_channels", "softmax", "normalises over an axis"),
+        ("standardised_weight", "conv2d", "its weight is computed"),
+        ("plain", "4", "an output of the model"),
+    ],
+)
+def test_frozen_is_listed(name: str, what: str, why: str) -> None:
+    groups = traced(name, "joint")
+    found = [f for f in groups.frozen if f.why.startswith(why[:20]) or why in f.why]
+    assert found, [(f.what, f.why) for f in groups.frozen]
+    assert what in {f.what for f in found}
+    assert all(f.why in str(groups) for f in found)
+
+
+@both
+@every_case
+def test_model_is_left_as_found(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    model.train()
+    for i, module in enumerate(model.modules()):
+        module.training = i % 2 == 0
+    next(model.parameters()).requires_grad_(False)
+    last = list(model.parameters())[-1]
+    last.grad = torch.ones_like(last)
+    before = snapshot(model)
+    hap.trace(model, example, coupling)
+    assert_unchanged(model, before)
+
+
+@both
+@every_case
+def test_structure_is_sound(name: str, coupling: str) -> None:
+    """Every class of a parameter has a unit or a stream, every unit one home, every axis its full length."""
+    groups = traced(name, coupling)
+    units = [c for g in groups.values() for c in g.classes.tolist()]
+    assert len(units) == len(set(units)) == groups.units and 0 not in units
+    streams = {int(w) for s in groups.scatters for w in s.wide}
+    for (weight, dim), classes in groups.axes.items():
+        assert len(classes) == groups.shapes[weight][dim]
+        assert set(classes.tolist()) <= {0, *units, *streams}
+    for group_name, group in groups.items():
+        assert group_name == group.name == (group.producers[0].weight.rpartition(".")[0] or group.producers[0].weight)
+        for producer in group.producers:
+            of_axis = groups.axes[producer.weight, producer.dim]
+            assert np.array_equal(np.where(producer.unit >= 0, group.classes[producer.unit], -1)[producer.unit >= 0],
+                                  of_axis[producer.unit >= 0])  # fmt: skip
+            assert producer.unit.max() >= 0
+        assert group_name in str(groups)
+
+
+@both
+@every_case
+def test_same_again(name: str, coupling: str) -> None:
+    again = hap.trace(*CASES[name](), coupling=coupling)
+    first = traced(name, coupling)
+    assert list(again) == list(first)
+    assert hap.draft(again, {}).to_dict() == hap.draft(first, {}).to_dict()
+    assert random_plan(again, 5) == random_plan(first, 5)
+
+
+def test_ignore_takes_names_and_patterns() -> None:
+    model, example = CASES["residual"]()
+    groups = hap.trace(model, example, ignore=("b2.*",))
+    assert list(groups) == ["stem.0", "b1.0.0"]
+    assert ("b2.0.0", "left alone as asked") in {(f.what, f.why) for f in groups.frozen}
+    assert "b1.0.0" not in hap.trace(model, example, ignore=["b1.0.0"])
+
+
+@pytest.mark.parametrize("ignored", ["b1.1.0", "stem.0", "shortcut.0", "b2.1.0"])
+def test_ignore_one_branch_of_a_stream(ignored: str) -> None:
+    """The stream keeps what the branch that is left alone adds to it."""
+    model, example = CASES["residual"]()
+    groups = hap.trace(model, example, "union", ignore=(ignored,))
+    assert ignored not in groups and len(groups) >= 4
+    for seed in range(4):
+        check_pruned(model, groups, random_plan(groups, seed), example)
+
+
+# Frozen by the model's own input or output, which needs no word more.
+KNOWN = ("residual_on_input", "depthwise_of_input_on_sum", "outputs_in_dict")
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"tied_parameters", "tied_on_two_sums", "module_with_two_names"}))
+def test_what_is_not_a_unit_is_listed(name: str) -> None:
+    """Every layer's outputs are units, or the trace says why not: as many reasons as there are causes, at least one."""
+    groups = traced(name, "joint")
+    whole = {p.weight for g in groups.values() for p in g.producers if (p.unit >= 0).any()}
+    model, _ = CASES[name]()
+    owners = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear)
+    silent = [n for n, m in model.named_modules() if isinstance(m, owners) and f"{n}.weight" not in whole]
+    ends = [f for f in groups.frozen if f.why == "an output of the model"]
+    others = [f for f in groups.frozen if f not in ends]
+    assert ends
+    assert others or len(silent) <= len(ends) or name in KNOWN, silent
+
+
+def test_train_mode_and_eval_mode_give_the_same_groups() -> None:
+    model, example = CASES["vgg"]()
+    model.train()
+    groups = hap.trace(model, example)
+    assert {n: len(g) for n, g in groups.items()} == JOINT["vgg"]
+
+
+def test_float32_and_other_batch_sizes_give_the_same_groups() -> None:
+    model, example = CASES["bottleneck"]()
+    groups = hap.trace(model.float(), example.float()[:1])
+    assert {n: len(g) for n, g in groups.items()} == JOINT["bottleneck"]
+
+
+def test_a_new_rule_widens_what_can_be_cut() -> None:
+    model, example = CASES["custom_operator"]()
+    hap.rules.RULES["hap_tests::halved"] = hap.rules.pointwise
+    try:
+        groups = hap.trace(model, example)
+    finally:
+        del hap.rules.RULES["hap_tests::halved"]
+    assert {n: len(g) for n, g in groups.items()} == {"a.0": 6, "b": 7, "c": 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("smooth", "gelu"), ("squeeze_excite", "sigmoid"), ("products_of_activations", "matmul"), ("mlp", "tanh"),
+        ("custom_operator", "halved"), ("shared_module", "again.weight"), ("tied_parameters", "a.weight"),
+        ("layer_norm_mlp", "layer_norm"), ("instance_norm", "instance_norm"), ("group_norm_many", "group_norm"),
+        ("batch_norm_without_affine", "batch_norm"), ("softmax_over_channels", "softmax"),
+        ("unit_length", "norm"),
+    ],
+)  # fmt: skip
+def test_curved_networks_are_told(name: str, word: str) -> None:
+    curved = traced(name, "joint").curved
+    assert curved is not None and word in curved
+
+
+@pytest.mark.parametrize("name", ["plain", "vgg", "residual", "preactivation", "depthwise", "prelu", "inception",
+                                  "unet_upsampled", "transposed", "dense_block"])  # fmt: skip
+def test_piecewise_linear_networks_are_told(name: str) -> None:
+    assert traced(name, "joint").curved is None
+
+
+class Dynamic(nn.Module):
+    """A layer whose weight comes from the activations: linear in neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.make, self.head = nn.Linear(6, 5), nn.Linear(6, 20), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.nn.functional.linear(self.a(x), self.make(x.mean(0)).view(4, 5)))
+
+
+def test_a_computed_weight_is_curved() -> None:
+    groups = hap.trace(Dynamic().double().eval(), torch.randn(3, 6, dtype=torch.float64))
+    assert groups.curved is not None
