@@ -200,7 +200,7 @@ def test_wrong_scores() -> None:
     groups = traced("plain", "joint")
     scores = random_scores(groups)
     budget = hap.Budget(flops=0.5)
-    with pytest.raises(hap.HapError, match="no scores for group '1.0'"):
+    with pytest.raises(hap.HapError, match=r"no scores for group '1\.0'"):
         hap.plan(groups, {"0.0": scores["0.0"]}, budget)
     with pytest.raises(hap.HapError, match=re.escape("scores['1.0'] has shape (5,); expected (6,)")):
         hap.plan(groups, scores | {"1.0": torch.ones(5)}, budget)
@@ -222,14 +222,14 @@ def test_a_plan_applied_twice() -> None:
     plan = random_plan(traced("residual", "union"), 0)
     hap.apply_(model, plan, example=example)
     wanted = run(model, example)
-    with pytest.raises(hap.HapError, match="applied to this one before"):
+    with pytest.raises(hap.HapError, match=r"applied to this one before"):
         hap.apply_(model, plan, example=example)
     assert same(run(model, example), wanted)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "{}", '{"kept": {}}'])
 def test_plans_that_are_not_plans(text: str) -> None:
-    with pytest.raises(hap.HapError, match="not valid JSON|not a plan"):
+    with pytest.raises(hap.HapError, match=r"not valid JSON|not a plan"):
         hap.Plan.from_json(text)
 
 

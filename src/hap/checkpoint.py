@@ -78,9 +78,7 @@ def read(path: str | Path) -> Checkpoint:
     with _opened(path) as file:
         text = (file.metadata() or {}).get("hap")
         shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if text is None:
-        raise HapError(f"{path} is a safetensors file, but not one that hap.save wrote")
-    header = json.loads(text)
+    header = _header(path, text)
     if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
         raise HapError(
             f"{path} has format {header.get('format')}; this version of HAP reads up to {FORMAT}. Upgrade HAP."
@@ -95,6 +93,22 @@ def read(path: str | Path) -> Checkpoint:
         header["aliases"],
         shapes,
     )
+
+
+KINDS = {"plan": dict | None, "recipe": dict | None, "metrics": dict, "about": dict, "aliases": dict}
+
+
+def _header(path: str | Path, text: str | None) -> dict[str, Any]:
+    try:
+        header = json.loads(text or "null")
+    except json.JSONDecodeError:
+        header = None
+    if not isinstance(header, dict) or "format" not in header:
+        raise HapError(f"{path} is a safetensors file, but not one that hap.save wrote")
+    for name, kind in KINDS.items():
+        if header["format"] == FORMAT and (name not in header or not isinstance(header[name], kind)):
+            raise HapError(f"{path} is damaged: its header has no valid {name!r}")
+    return header
 
 
 def load(path: str | Path, model: nn.Module) -> nn.Module:

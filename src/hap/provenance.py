@@ -16,7 +16,7 @@ def provenance(revision: str | None = None) -> dict[str, Any]:
     return {
         "revision": revision or _revision(),
         "hardware": {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": _cpu_name(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
@@ -26,10 +26,20 @@ def provenance(revision: str | None = None) -> dict[str, Any]:
     }
 
 
+def _cpu_name() -> str:
+    """Linux tells the model only here; elsewhere the platform module has to do."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
 def _revision() -> str:
     """The commit of this source tree, marked when it has changes, or the package's version outside a checkout."""
     folder = Path(__file__).parent
     try:
+        if not (folder.parents[1] / ".git").exists():  # installed: a repository around it would not be ours
+            raise FileNotFoundError
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
             cwd=folder, capture_output=True, text=True, check=True,

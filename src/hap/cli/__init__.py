@@ -4,15 +4,16 @@ from hap.cli.app import app
 from hap.cli.experiments import demo, report, run
 from hap.cli.inspecting import evaluate, export, info
 from hap.cli.pruning import prune, score
+from hap.cli.reproduce import reproduce
 from hap.cli.training import finetune, train
 
 __all__ = ["app", "main"]
 
 for command, name in (
     (demo, "demo"), (train, "train"), (score, "score"), (prune, "prune"), (finetune, "finetune"), (run, "run"),
-    (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"),
+    (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"), (reproduce, "reproduce"),
 ):  # fmt: skip
-    app.command(name, no_args_is_help=name in ("train", "run"))(command)
+    app.command(name, no_args_is_help=name in ("train", "run", "reproduce"))(command)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +107,4 @@ def read_results(folder: str | Path) -> list[Result]:
 def origin(device: torch.device) -> dict[str, Any]:
     """The revision, date and hardware fields of a record made on `device`."""
     found = provenance()
-    return {**found, "hardware": {"device": device.type, **found["hardware"], "cpu": _cpu_name()}}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return {**found, "hardware": {"device": device.type, **found["hardware"]}}
