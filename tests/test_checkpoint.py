@@ -15,6 +15,7 @@ from torch import nn
 import hap
 from cases import CASES
 from checks import COUPLINGS, assert_unchanged, random_plan, run, same, snapshot, traced
+from hap import checkpoint
 
 SOURCE = Path(hap.__file__).parent
 
@@ -319,14 +320,13 @@ def test_a_disk_that_fails_halfway_leaves_the_model(saved: Path, monkeypatch: py
 
 def test_nothing_is_unpickled() -> None:
     """Promise 7, by reading the source: no call that could run what a file says."""
-    calls = re.compile(
-        r"(torch\.load|pickle\.loads?|Unpickler|yaml\.load|shelve\.|marshal\.|joblib\.|eval\(|exec\()\b?"
-    )
+    words = r"torch\.load|pickle\.loads?\b|Unpickler|yaml\.load|shelve\.|marshal\.|joblib\.|(?<![.\w])(eval|exec)\("
+    calls = re.compile(words)
     found = [
         f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
         for path in sorted(SOURCE.rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if calls.search(line) and ".eval(" not in line and not line.strip().startswith(("#", '"""'))
+        if calls.search(line) and not line.strip().startswith(("#", '"""'))
     ]
     allowed = [line for line in found if "weights_only=True" in line]
     assert [line for line in found if line not in allowed] == []

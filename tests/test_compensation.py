@@ -74,6 +74,23 @@ def test_the_output_error_shrinks_on_the_calibration_inputs(name: str, seed: int
     assert errors[1] < errors[0] or errors[0] == 0
 
 
+def test_inputs_that_never_fire() -> None:
+    """A layer whose remaining inputs are zero on all calibration inputs keeps finite weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double().eval()
+    with torch.no_grad():
+        model[0].bias[:2] = -100.0
+    example = torch.randn(4, 3, dtype=torch.float64)
+    plan = hap.draft(hap.trace(model, example), {"0": [2, 3]})
+    old = model[2].weight.detach().clone()
+    hap.compensate_(model, plan, [(example, None)])
+    assert torch.allclose(model[2].weight[:, :2], old[:, :2])
+    with torch.no_grad():
+        model[0].bias[2] = -100.0
+    hap.compensate_(model, hap.draft(hap.trace(model, example), {"0": [0]}), [(example, None)])
+    assert torch.isfinite(model[2].weight).all()
+
+
 def test_it_is_equation_ten() -> None:
     """w_l + w_p G_pl G_ll^-1 with G the second moments of the inputs, by a solver of its own."""
     model, example = CASES["mlp_with_norm"]()

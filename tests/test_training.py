@@ -218,9 +218,7 @@ def test_step_is_plain_sgd(quarters: Data) -> None:
 
 
 def test_history_is_per_epoch_and_sparse_where_asked(quarters: Data) -> None:
-    history = train(
-        tiny_model(), quarters, dataclasses.replace(RECIPE, epochs=5, eval_every=2), progress=False
-    )
+    history = train(tiny_model(), quarters, dataclasses.replace(RECIPE, epochs=5, eval_every=2), progress=False)
     assert [a is None for a in history.accuracy] == [True, False, True, False, False]
     assert {len(v) for v in history.to_dict().values()} == {5} == {history.epochs}
     assert json.loads(json.dumps(history.to_dict())) == history.to_dict()
@@ -348,9 +346,7 @@ def test_time_limit_stops_at_an_epoch_and_the_next_call_goes_on(quarters: Data, 
     whole, parts = [tiny_model(0), tiny_model(1)], [tiny_model(0), tiny_model(1)]
     complete = train_many(whole, quarters, chosen, progress=False)
     for epochs in (1, 2, 3, 4):
-        histories = train_many(
-            parts, quarters, chosen, checkpoint_dir=tmp_path / "c", seconds=0.0, progress=False
-        )
+        histories = train_many(parts, quarters, chosen, checkpoint_dir=tmp_path / "c", seconds=0.0, progress=False)
         assert [h.epochs for h in histories] == [epochs, epochs]
         assert all(h.final_accuracy is not None for h in histories)
     assert [h.loss for h in histories] == [h.loss for h in complete]
@@ -372,9 +368,7 @@ def test_what_cannot_be_trained_together_is_refused(quarters: Data) -> None:
             train_many(networks, quarters, chosen, progress=False)
 
 
-def test_tensorboard_log_and_progress(
-    quarters: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensorboard_log_and_progress(quarters: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     history = train(tiny_model(), quarters, RECIPE, log_dir=tmp_path / "log")

@@ -76,7 +76,7 @@ def regress(weight: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
     This is equation 10 of the paper with the layer's Gauss-Newton block: W_k + W_p G_pk G_kk^-1.
     """
     square = gram[keep][:, keep]
-    damping = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    damping = RIDGE * square.diagonal().mean().clamp_min(1e-30)  # all inputs may be zero; stay clear of underflow
     square = square + damping * torch.eye(len(keep), dtype=square.dtype, device=square.device)
     right = (
         gram[keep] @ weight.double().t() + damping * weight.double()[:, keep].t()

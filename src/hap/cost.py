@@ -98,7 +98,7 @@ class CostModel:
         macs = {t.weight: 0 for t in self.groups.terms}
         for term in self.groups.terms:
             macs[term.weight] += term.positions * sizes[term.weight]
-        params, total = sum(sizes[n] for n in self.groups.trainable), sum(macs.values())
+        params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
         if self.implant is not None and grafted.any():
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs

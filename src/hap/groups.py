@@ -69,6 +69,16 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Length:
+    """An integer (or 1-tuple) of a module that has to follow an axis: as many as live in `classes`, over `per`."""
+
+    module: str
+    attribute: str
+    classes: Ints
+    per: int = 1
+
+
+@dataclass(frozen=True)
 class Scatter:
     """In `union` coupling: the output channels of `module` (classes `narrow`) are spread over a stream (`wide`)."""
 
@@ -89,7 +99,8 @@ class Frozen:
 class Groups(Mapping[str, Group]):
     """The result of `hap.trace`: groups by name, plus all that planning and surgery need to know.
 
-    `axes[(parameter, dim)]` holds one class per index; `feeds[c]` is the stream class that class c feeds (0: none);
+    `axes[(parameter, dim)]` holds one class per index, below `classes`; each row (c, s) of `feeds` says that class c
+    feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `lengths` are the integers that modules keep about axes without a parameter;
     `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so
     that removing them changes the others.
     """
@@ -97,10 +108,13 @@ class Groups(Mapping[str, Group]):
     coupling: str
     groups: dict[str, Group]
     axes: dict[tuple[str, int], Ints]
+    classes: int
     feeds: Ints
+    lengths: tuple[Length, ...]
     shapes: dict[str, tuple[int, ...]]
     trainable: frozenset[str]
     terms: tuple[Term, ...]
+    fixed_macs: int
     sites: dict[str, Site]
     scatters: tuple[Scatter, ...]
     scales: tuple[str, ...]
@@ -127,13 +141,17 @@ class Groups(Mapping[str, Group]):
     def alive(self, kept: Bools) -> Bools:
         """Which classes live when the units marked in `kept` (bool per class) do."""
         live = kept.copy()
-        live[self.feeds[kept]] = True
+        live[self.feeds[kept[self.feeds[:, 0]], 1]] = True
         live[0] = True
         return live
 
+    def streams(self, classes: Ints) -> Ints:
+        """The stream classes that these classes feed."""
+        return np.unique(self.feeds[np.isin(self.feeds[:, 0], classes), 1])
+
     def all_kept(self) -> Bools:
         """A marking with every unit kept. Classes without a unit of their own (pure streams) stay unmarked."""
-        kept = np.zeros(len(self.feeds), dtype=bool)
+        kept = np.zeros(self.classes, dtype=bool)
         kept[0] = True
         for group in self.groups.values():
             kept[group.classes] = True

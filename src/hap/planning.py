@@ -109,7 +109,7 @@ class _Search:
         self.full = groups.all_kept()
         self.nothing = np.zeros_like(self.full)
         self.dense = budget.of(self.cost(self.full, self.nothing))
-        self.target = budget.fraction * self.dense
+        self.target = math.floor(budget.fraction * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
         self.rank = np.concatenate([values[n] for n in names])
         if implant is not None and implant.blind:
             self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
@@ -186,13 +186,13 @@ class _Search:
 
         Units of a group whose fate changes the same classes cost the same, and what does not fit once never will.
         """
-        hopeless: set[tuple[int, bool, bool]] = set()
+        hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()
         live = self.groups.alive(kept)
         for unit in self.order[::-1]:
             c = self.classes[unit]
             if kept[c] and not grafted[c]:
                 continue
-            kind = (int(self.group[unit]), bool(grafted[c]), bool(live[self.groups.feeds[c]]))
+            kind = (int(self.group[unit]), bool(grafted[c]), tuple(live[self.groups.streams(c)].tolist()))
             block = self._block(unit, kept & ~grafted)
             if kind in hopeless or block is None:
                 continue
@@ -219,7 +219,7 @@ class _Search:
 
 def _eligible(groups: Groups) -> Bools:
     """Classes whose k x k producers can all take an implant, and that have at least one."""
-    some, bad = np.zeros(len(groups.feeds), dtype=bool), np.zeros(len(groups.feeds), dtype=bool)
+    some, bad = np.zeros(groups.classes, dtype=bool), np.zeros(groups.classes, dtype=bool)
     for group in groups.values():
         for producer in group.producers:
             shape = groups.shapes[producer.weight]

@@ -51,6 +51,15 @@ class Widen:
 
 
 @dataclass(frozen=True)
+class Resize:
+    """Set an integer (or 1-tuple) attribute of a module."""
+
+    module: str
+    attribute: str
+    value: int
+
+
+@dataclass(frozen=True)
 class Plan:
     kept: Indices
     implanted: Indices
@@ -59,6 +68,7 @@ class Plan:
     cuts: tuple[Cut, ...]
     grafts: tuple[Graft, ...]
     widenings: tuple[Widen, ...]
+    resizes: tuple[Resize, ...]
     implant: Implant | None
     before: Cost
     after: Cost
@@ -68,7 +78,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("cuts", "grafts", "widenings"):
+        for name in ("cuts", "grafts", "widenings", "resizes"):
             values[name] = [dataclasses.asdict(item) for item in values[name]]
         values["implant"] = self.implant.to_dict() if self.implant else None
         values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
@@ -80,7 +90,7 @@ class Plan:
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
-            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen}
+            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen, "resizes": Resize}
             made = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
             implant = implant_from_dict(values["implant"]) if values["implant"] else None
             costs = {k: Cost(**values[k]) for k in ("before", "after")}
@@ -132,7 +142,7 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
           implant: Implant | None = None) -> Plan:  # fmt: skip
     """The plan that removes and implants these units and keeps all others. No budget, no limits."""
-    kept, grafted = groups.all_kept(), np.zeros(len(groups.feeds), dtype=bool)
+    kept, grafted = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
     for name, units in removed.items():
         kept[groups[name].classes[list(units)]] = False
     for name, units in (implanted or {}).items():
@@ -161,7 +171,7 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
     return Plan(
         kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
         cuts=tuple(cuts), grafts=tuple(grafts),
-        widenings=tuple(_widenings(groups, live, sorting)), implant=implant if grafts else None,
+        widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)), implant=implant if grafts else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example,
     )  # fmt: skip
@@ -219,6 +229,12 @@ def _grafts(groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]) 
             rows_left[weight] = rows[~late]
             rows_left[f"{site.module}.bias" if site.module else "bias"] = rows[~late]
     return grafts, rows_left
+
+
+def _resizes(groups: Groups, live: Bools) -> Iterable[Resize]:
+    for length in groups.lengths:
+        if (count := int(live[length.classes].sum())) < len(length.classes):
+            yield Resize(length.module, length.attribute, count // length.per)
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
-from hap.groups import Ints, Site
+from hap.groups import Ints, Length, Site
 from hap.operators import (
     CONVOLUTIONS,
     KEEP_ZERO,
@@ -88,6 +94,8 @@ def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
     name = short_name(node)
     if name == "batch_norm" and node.args[5]:  # normalises with the batch's own statistics
         return False
+    if name in CONVOLUTIONS | TRANSPOSED | {"linear"} and tracer.parameter(node.args[1]) is None:
+        return False
     if name in PIECEWISE_LINEAR or name == "getitem" or not isinstance(node.meta.get("val"), Tensor):
         return True
     active = [isinstance(a, fx.Node) and a not in tracer.parameters for a in node.args]
@@ -133,6 +141,7 @@ def spread(labels: Ints, ndim: int, dim: int) -> Tensor:
 
 
 def freeze_all(tracer: Tracer, node: fx.Node, why: str = "no rule for this operator") -> Any:
+    tracer.fixed_macs += _macs(node)
     for labels in _inputs(tracer, node):
         tracer.freeze(labels, short_name(node), why)
     return _plain(node.meta.get("val"))
@@ -144,6 +153,17 @@ def _inputs(tracer: Tracer, node: fx.Node) -> list[Tensor]:
         value = tracer.labels(a) if a in tracer.parameters or a in tracer.values else None
         found += value if isinstance(value, list) else [value]
     return [v for v in found if isinstance(v, Tensor)]
+
+
+def _macs(node: fx.Node) -> int:
+    """The multiply-adds of an operator as it stands, by torch's own counter on tensors without data."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: a.meta.get("val"))
+    fakes = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, FakeTensor)]
+    if not fakes or not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    with fakes[0].fake_mode, FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        node.target(*args, **kwargs)
+    return counter.get_total_flops() // 2
 
 
 def _plain(value: Any) -> Any:
@@ -193,11 +213,12 @@ def _has_say(labels: Tensor, other_shape: tuple[int, ...]) -> bool:
 def _tie_matrix(tracer: Tracer, parameter: str, labels: Tensor) -> None:
     """A parameter with several axes, added or multiplied in: cut it along the one axis where the labels vary."""
     shape = tracer.shapes[parameter]
-    labels = labels.view(labels.shape[labels.ndim - len(shape) :]) if labels.ndim >= len(shape) else labels
-    varying = [d for d, s in enumerate(labels.shape) if s > 1]
-    if len(varying) == 1 and shape[varying[0]] == labels.numel():
-        tracer.tie(parameter, varying[0], labels.flatten().numpy(), "free")
-    elif varying and any(shape[d] > 1 for d in varying):
+    lead = labels.ndim - len(shape)
+    varying = [d for d, size in enumerate(labels.shape) if size > 1]
+    shared = [d for d in varying if d >= lead and shape[d - lead] > 1]
+    if len(varying) == len(shared) == 1:
+        tracer.tie(parameter, shared[0] - lead, labels.flatten().numpy(), "free")
+    elif shared or (labels.numel() == 1 and varies(labels)):
         tracer.freeze(labels, parameter, "a parameter that would have to be cut along several axes")
 
 
@@ -213,6 +234,8 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         return value.expand(shape_of(a)).contiguous() if value is not None else a.meta.get("val")
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), full)
+    if short_name(node) in ("pad", "constant_pad_nd"):  # what is added is no unit, whatever its value
+        args, kwargs = args[: 3 if short_name(node) == "pad" else 2], {}
     try:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, NotImplementedError):
@@ -287,6 +310,8 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     spatial = len(shape) - 2
     inputs, outputs = along(tracer, x, -spatial - 1), tracer.axis(weight, 0, "out")
     _tie_groups(tracer, inputs, outputs, groups, weight, 1)
+    if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
+        tracer.sized += [inputs, outputs]
     _tie_bias(tracer, [arguments["bias"]], outputs)
     out_size = shape_of(node)[-spatial:]
     batch = math.prod(shape_of(x)[: -spatial - 1])
@@ -317,6 +342,8 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         outputs = np.repeat(tracer.fresh(groups), shape[1])
         tracer.join(inputs.reshape(groups, -1), outputs.reshape(groups, -1)[:, :1])
         tracer.tie(weight, 0, inputs, "out")
+        if not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
+            tracer.sized += [inputs, outputs]
     _tie_bias(tracer, [arguments["bias"]], outputs)
     tracer.contraction(weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
@@ -342,7 +369,9 @@ def channel_norm(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(x, fx.Node)
     if (scale := tracer.parameter(node.args[1])) is not None:
         tracer.scales.append(scale)
-    return _tie_affine(tracer, x, node.args[1:5], 1)
+    labels = _tie_affine(tracer, x, node.args[1:5], 1)
+    _follow(tracer, node, _NormBase, {"num_features": 1}, labels)
+    return labels
 
 
 @rule("layer_norm", "rms_norm")
@@ -351,13 +380,14 @@ def layer_norm(tracer: Tracer, node: fx.Node) -> Any:
     x, normalized = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(normalized, list | tuple)
     labels = tracer.labels(x)
-    if len(normalized) > 1 and any(s > 1 for s in labels.shape[-len(normalized) :]):
+    if all(size == 1 for size in labels.shape[-len(normalized) :]):
+        return labels if not varies(labels) or shape_of(x)[-1] > 1 else freeze_all(tracer, node, "a norm of one value")
+    if len(normalized) > 1:
         return freeze_all(tracer, node, "normalises over several axes")
-    if varies(labels) and (len(node.args) < 3 or node.args[2] is None):
-        return freeze_all(tracer, node, "a normalisation without weights does not show its size")
-    if labels.shape[-1] > 1:
-        tracer.spanned.append(np.unique(labels.numpy()))
-    return _tie_affine(tracer, x, node.args[2:4], -1)
+    tracer.spanned.append(np.unique(labels.numpy()))
+    labels = _tie_affine(tracer, x, node.args[2:4], -1)
+    _follow(tracer, node, nn.LayerNorm | nn.RMSNorm, {"normalized_shape": 1}, labels)
+    return labels
 
 
 @rule("group_norm")
@@ -365,15 +395,25 @@ def group_norm(tracer: Tracer, node: fx.Node) -> Any:
     """Whole groups go, or the same channels of each, whichever is finer; only the former leaves the rest unchanged."""
     x, groups = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(groups, int)
-    if len(node.args) < 3 or node.args[2] is None:
-        return freeze_all(tracer, node, "a normalisation without weights does not show its size")
     by_group = along(tracer, x, 1).reshape(groups, -1)
-    if groups >= by_group.shape[1]:
-        tracer.join(by_group, by_group[:, :1])
-    else:
-        tracer.join(by_group, by_group[:1])
+    whole = groups >= by_group.shape[1]
+    tracer.join(by_group, by_group[:, :1] if whole else by_group[:1])
+    if not whole:
         tracer.spanned.append(by_group.ravel())
-    return _tie_affine(tracer, x, node.args[2:4], 1)
+    labels = _tie_affine(tracer, x, node.args[2:4], 1)
+    _follow(
+        tracer, node, nn.GroupNorm, {"num_channels": 1} | ({"num_groups": by_group.shape[1]} if whole else {}), labels
+    )
+    return labels
+
+
+def _follow(tracer: Tracer, node: fx.Node, kind: Any, attributes: dict[str, int], labels: Tensor) -> None:
+    """Integers of the node's module that count these labels (over a divisor). A function called with sizes is tried."""
+    module = tracer.module(node)
+    if isinstance(tracer.modules.get(module), kind):
+        tracer.lengths += [Length(module, name, labels.flatten().numpy(), per) for name, per in attributes.items()]
+    elif kind is not _NormBase:
+        tracer.sized.append(labels.flatten().numpy())
 
 
 @rule("prelu")

@@ -65,7 +65,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
                 f"{seen}. Was the plan made for another model, or applied to this one before?"
             )
     modules = dict(model.named_modules())
-    for name in [g.module for g in plan.grafts] + [w.module for w in plan.widenings]:
+    for name in [item.module for items in (plan.grafts, plan.widenings, plan.resizes) for item in items]:  # type: ignore[attr-defined]
         if name not in modules:
             raise HapError(f"the plan does not fit this model: it has no module {name!r}")
 
@@ -80,6 +80,9 @@ def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -
             _shorten(tensors[cut.name], cut)
     for owner, before in touched.items():
         _sync(modules[owner], before)
+    for resize in plan.resizes:
+        old = getattr(modules[resize.module], resize.attribute)
+        setattr(modules[resize.module], resize.attribute, (resize.value,) if isinstance(old, tuple) else resize.value)
     for graft in plan.grafts:
         _attach_implant(modules[graft.module], implants[graft.module], graft)
     for widen in plan.widenings:
@@ -117,9 +120,6 @@ def _sync(module: nn.Module, before: dict[str, tuple[int, ...]]) -> None:
         vectors = (module.weight, module.bias, module.running_mean)
         module.num_features = next(len(v) for v in vectors if v is not None)
     elif isinstance(module, nn.GroupNorm):
-        (channels,) = before["weight"]
-        if module.num_groups >= channels // module.num_groups:  # whole groups went: the rule in rules.group_norm
-            module.num_groups = module.num_groups * len(module.weight) // channels
         module.num_channels = len(module.weight)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
         module.normalized_shape = tuple(module.weight.shape)

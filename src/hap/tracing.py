@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from hap import rules
 from hap.errors import HapError
 from hap.examples import call_arguments, describe, evaluating
-from hap.groups import Frozen, Group, Groups, Ints, Producer, Scatter, Site, Term, components
+from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Scatter, Site, Term, components
 from hap.plans import draft
 from hap.surgery import apply_
 
@@ -48,16 +48,17 @@ def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> lis
 
     A graph does not tell whether `view(n, 64)` was written with a constant or computed; running it does.
     """
-    reach = {n: np.concatenate([g.classes, groups.feeds[g.classes]]) for n, g in groups.items()}
-    suspects = [n for n, g in groups.items() if len(g) > 1 and np.isin(reach[n], sized).any()]
-    order = {
-        n: np.random.default_rng(0).permutation(len(groups[n])) for n in suspects
-    }  # a regular one may fit by chance
+    suspects = []
+    for name, group in groups.items():
+        touched = np.concatenate([group.classes, groups.streams(group.classes)])
+        if len(group) > 1 and np.isin(touched, sized).any():
+            suspects.append(name)
+    trials = _trial_removals({n: len(groups[n]) for n in suspects})
 
     def fits(names: list[str]) -> bool:
         try:
-            for removed in ({n: order[n][:1] for n in names}, {n: order[n][: len(order[n]) // 2] for n in names}):
-                apply_(copy.deepcopy(model), draft(groups, removed), example=example)
+            for removed in trials:
+                apply_(copy.deepcopy(model), draft(groups, {n: removed[n] for n in names}), example=example)
         except HapError:
             return False
         return True
@@ -67,6 +68,14 @@ def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> lis
     alone = {n: fits([n]) for n in suspects}
     rest = [n for n in suspects if alone[n]]
     return [n for n in suspects if not alone[n]] if not rest or fits(rest) else suspects
+
+
+def _trial_removals(sizes: dict[str, int]) -> list[dict[str, list[int]]]:
+    """A random part of each group, of random size, since what is regular may fit by chance; and what it leaves."""
+    draw = np.random.default_rng(0)
+    order = {n: draw.permutation(size).tolist() for n, size in sizes.items()}
+    parts = {n: int(draw.integers(1, size)) for n, size in sizes.items()}
+    return [{n: order[n][: parts[n]] for n in sizes}, {n: order[n][parts[n] :] for n in sizes}]
 
 
 def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
@@ -98,6 +107,8 @@ class Tracer:
         self.terms: list[Term] = []
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
+        self.lengths: list[Length] = []
+        self.fixed_macs = 0
         self.scales: list[str] = []
         self.spanned: list[Ints] = []
         self.sized: list[Ints] = []
@@ -113,7 +124,12 @@ class Tracer:
         self.canonical = {name: first[id(tensor)] for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensors[name].shape) for name in first.values()}
         self.trainable = frozenset(n for n in self.shapes if isinstance(tensors[n], nn.Parameter))
-        self._calls = Counter(module_of(n) for n in program.graph.nodes if n.op == "call_function")
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        names: dict[int, str] = {}
+        for name, module in self.modules.items():
+            names.setdefault(id(module), name)
+        self._names = {name: names[id(module)] for name, module in self.modules.items()}
+        self._calls = Counter(self.module(n) for n in program.graph.nodes if n.op == "call_function")
         self._uses: Counter[str] = Counter()
 
     # ---- what rules use -------------------------------------------------------------------------------------
@@ -175,8 +191,14 @@ class Tracer:
 
     def called_once(self, node: fx.Node) -> str | None:
         """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
-        module = module_of(node)
+        module = self.module(node)
         return module if module and self._calls[module] == 1 else None
+
+    def module(self, node: fx.Node) -> str:
+        """The innermost module that ran this node, by the first of its names."""
+        stack = node.meta.get("nn_module_stack") or {}
+        name = list(stack.values())[-1][0] if stack else ""
+        return self._names.get(name, name)
 
     # ---- the walk -------------------------------------------------------------------------------------------
 
@@ -204,7 +226,7 @@ class Tracer:
         for spec in self.program.graph_signature.output_specs:
             node = by_name.get(getattr(spec.arg, "name", ""))
             if spec.kind is OutputKind.USER_OUTPUT and node is not None and isinstance(self.values.get(node), Tensor):
-                self.freeze(self.values[node], module_of(node) or node.name, "an output of the model")
+                self.freeze(self.values[node], self.module(node) or node.name, "an output of the model")
 
     def _anchors(self) -> dict[fx.Node, str]:
         """Where `union` coupling can widen a branch: the module before a sum, past operators that keep zero zero."""
@@ -232,20 +254,20 @@ class Tracer:
     def finish(self, example: Any) -> Groups:
         root = self.root = self._resolve_all()
         axes = {key: root[labels] for key, labels in self.axes.items()}
-        feeds = np.zeros(self._next, dtype=np.int64)
-        for narrow, wide in self.feeds:
-            feeds[root[narrow]] = root[wide]
-        feeds[0] = 0
-        self._feeds = feeds
+        edges = [np.stack([root[narrow], root[wide]], axis=1) for narrow, wide in self.feeds]
+        feeds = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *edges]), axis=0)
         shared = next((w for w, n in self._uses.items() if n > 1), None)
         return Groups(
             coupling=self.coupling,
-            groups=self._groups(axes),
+            groups=self._groups(axes, feeds),
             axes=axes,
+            classes=self._next,
             feeds=feeds,
+            lengths=tuple(Length(x.module, x.attribute, root[x.classes], x.per) for x in self.lengths),
             shapes=self.shapes,
             trainable=self.trainable,
             terms=tuple(self.terms),
+            fixed_macs=self.fixed_macs,
             sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
             scales=tuple(dict.fromkeys(self.scales)),
@@ -293,7 +315,7 @@ class Tracer:
                 return root
             self.join(low[merge], high[merge])
 
-    def _groups(self, axes: dict[tuple[str, int], Ints]) -> dict[str, Group]:
+    def _groups(self, axes: dict[tuple[str, int], Ints], feeds: Ints) -> dict[str, Group]:
         outputs = [key for key, role in self.roles.items() if role == "out"]
         home: dict[int, tuple[str, int]] = {}
         for key in outputs:
@@ -304,13 +326,19 @@ class Tracer:
             for c in axes[key].tolist():
                 if c and home[c] == key:
                     members.setdefault(key, {}).setdefault(c, len(members[key]))
-        names = {key: key[0].rpartition(".")[0] or key[0] for key in members}
-        return {names[key]: self._group(names[key], units, axes) for key, units in members.items()}
+        owners = Counter(key[0].rpartition(".")[0] for key in members)
+        groups = {}
+        for key, units in members.items():
+            owner = key[0].rpartition(".")[0]
+            name = owner if owner and owners[owner] == 1 else key[0]  # a module with several weights names them
+            groups[name] = self._group(name, units, axes, feeds)
+        return groups
 
-    def _group(self, name: str, units: dict[int, int], axes: dict[tuple[str, int], Ints]) -> Group:
+    def _group(self, name: str, units: dict[int, int], axes: dict[tuple[str, int], Ints], feeds: Ints) -> Group:
         producers, consumers = [], []
         classes = np.array(list(units), dtype=np.int64)
-        read = np.concatenate([classes, np.setdiff1d(self._feeds[classes], [0])])
+        streams = feeds[np.isin(feeds[:, 0], classes), 1]
+        read = np.setdiff1d(np.concatenate([classes, streams]), [0])
         for key, labels in axes.items():
             role = self.roles[key]
             if role == "out" and np.isin(labels, classes).any():
@@ -319,9 +347,3 @@ class Tracer:
             elif role == "in" and np.isin(labels, read).any():
                 consumers.append(key)
         return Group(name, classes, tuple(producers), tuple(consumers))
-
-
-def module_of(node: fx.Node) -> str:
-    """The innermost module that ran this node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return list(stack.values())[-1][0] if stack else ""

@@ -167,12 +167,17 @@ def _record(job: Job, model: nn.Module, history: History, data: Data, folders: F
         "params": count.params, "macs": count.macs,
         "params_left": count.params / plan.before.params if plan else 1.0,
         "macs_left": count.macs / plan.before.macs if plan else 1.0,
-        "units": {n: [len(part[n]) for part in (plan.kept, plan.implanted, plan.removed)] for n in plan.kept} if plan else None,
+        "units": _units(plan) if plan else None,
         "seconds": sum(history.seconds), "side_by_side": together, "history": history.to_dict(),
     } | provenance(revision)  # fmt: skip
     about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name}
     save(folders.network(job.name), model.half(), plan, metrics={"accuracy": accuracy}, about=about)
     write_json(folders.result(job.name), result)
+
+
+def _units(plan: Plan) -> dict[str, list[int]]:
+    """Per layer: how many units were kept, implanted and removed."""
+    return {n: [len(part[n]) for part in (plan.kept, plan.implanted, plan.removed)] for n in plan.kept}
 
 
 @torch.no_grad()
