@@ -26,7 +26,7 @@ from checks import (
 from hap.groups import Groups
 from hap.surgery import Stream
 
-SPANNED = ("group_norm_few", "layer_norm_mlp", "rms_norm_mlp", "convnext_block")
+SPANNED = ("group_norm_few", "layer_norm_mlp", "layer_norm_without_affine", "rms_norm_mlp", "convnext_block")
 every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
 

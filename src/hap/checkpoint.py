@@ -61,10 +61,10 @@ def save(path: str | Path, model: nn.Module, plan: Plan | None = None, *, recipe
 
 def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor once; names that share one are listed as aliases of the first."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    first: dict[Any, str] = {}
     tensors, aliases = {}, {}
     for name, tensor in state.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in first:
             aliases[name] = first[key]
         else:
@@ -83,7 +83,10 @@ def read(path: str | Path) -> Checkpoint:
         raise HapError(
             f"{path} has format {header.get('format')}; this version of HAP reads up to {FORMAT}. Upgrade HAP."
         )
-    plan = Plan.from_dict(header["plan"]) if header["plan"] is not None else None
+    try:
+        plan = Plan.from_dict(header["plan"]) if header["plan"] is not None else None
+    except HapError as error:
+        raise HapError(f"{path}: {error}") from error
     return Checkpoint(
         header["format"],
         plan,
@@ -117,6 +120,8 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     If anything does not fit, HapError is raised and the model is left as it was.
     """
     checkpoint = read(path)
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in checkpoint.shapes}
     if checkpoint.plan is not None:
         try:
             check_fits(model, checkpoint.plan)
@@ -126,9 +131,9 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
         rebuild_(model, checkpoint.plan)
     else:
         _compare(path, checkpoint, model)
-    with _opened(path) as file, torch.no_grad():
+    with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            tensor.data.copy_(file.get_tensor(checkpoint.aliases.get(name, name)))
+            tensor.data.copy_(tensors[checkpoint.aliases.get(name, name)])
     return model
 
 

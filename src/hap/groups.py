@@ -100,7 +100,8 @@ class Groups(Mapping[str, Group]):
     """The result of `hap.trace`: groups by name, plus all that planning and surgery need to know.
 
     `axes[(parameter, dim)]` holds one class per index, below `classes`; each row (c, s) of `feeds` says that class c
-    feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `lengths` are the integers that modules keep about axes without a parameter;
+    feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `direct` are the weights that only
+    the layer that owns them uses, once; `lengths` are integers of modules that follow an axis;
     `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so
     that removing them changes the others.
     """
@@ -115,6 +116,7 @@ class Groups(Mapping[str, Group]):
     trainable: frozenset[str]
     terms: tuple[Term, ...]
     fixed_macs: int
+    direct: frozenset[str]
     sites: dict[str, Site]
     scatters: tuple[Scatter, ...]
     scales: tuple[str, ...]
@@ -148,6 +150,11 @@ class Groups(Mapping[str, Group]):
     def streams(self, classes: Ints) -> Ints:
         """The stream classes that these classes feed."""
         return np.unique(self.feeds[np.isin(self.feeds[:, 0], classes), 1])
+
+    def sustaining(self, units: Ints, classes: Ints) -> Bools:
+        """Which of these unit classes keep something in `classes` alive, themselves or through a stream."""
+        sources = self.feeds[np.isin(self.feeds[:, 1], classes), 0]
+        return np.isin(units, classes) | np.isin(units, sources)
 
     def all_kept(self) -> Bools:
         """A marking with every unit kept. Classes without a unit of their own (pure streams) stay unmarked."""

@@ -22,6 +22,8 @@ STRUCTURAL = _names("""
 """)
 """Move elements without computing: they can run on labels."""
 
+PARTS = _names("chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes")
+
 SIZED = STRUCTURAL - _names("cat concat flatten flip movedim permute squeeze stack swapaxes t transpose unsqueeze")
 """Those that may have sizes among their arguments, which a forward may have hard-coded."""
 

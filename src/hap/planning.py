@@ -106,6 +106,7 @@ class _Search:
         values = _checked(groups, scores)
         self.classes = np.concatenate([groups[n].classes for n in names])
         self.group = np.repeat(np.arange(len(names)), [len(groups[n]) for n in names])
+        self.kind = _kinds(groups, self.classes)
         self.full = groups.all_kept()
         self.nothing = np.zeros_like(self.full)
         self.dense = budget.of(self.cost(self.full, self.nothing))
@@ -119,10 +120,10 @@ class _Search:
         self.order = self._removal_order(names)
 
     def _saved(self) -> NDArray[np.float64]:
-        """What removing one unit saves on the dense model; equal within a group."""
+        """What removing one unit saves on the dense model."""
         saved = np.ones(len(self.classes))
-        for g in np.unique(self.group):
-            members = np.flatnonzero(self.group == g)
+        for kind in np.unique(self.kind):
+            members = np.flatnonzero(self.kind == kind)
             kept = self.full.copy()
             kept[self.classes[members[0]]] = False
             saved[members] = max(self.dense - self.budget.of(self.cost(kept, self.nothing)), 1)
@@ -137,6 +138,9 @@ class _Search:
             members = np.flatnonzero(self.group == g)
             worst_first = members[np.argsort(place[members])]
             removable[worst_first[: self.limits.removable(name, len(members))]] = True
+        for classes in self.groups.axes.values():  # no layer may lose its last input or output
+            if (classes != 0).all() and len(able := np.flatnonzero(self.groups.sustaining(self.classes, classes))):
+                removable[able[np.argmax(place[able])]] = False
         return order[removable[order]]
 
     def marking(self, count: int) -> tuple[Bools, Bools]:
@@ -182,19 +186,25 @@ class _Search:
         return high
 
     def fill(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
-        """Keep what still fits, most sensitive first, so that no single unit more would.
+        """Keep what still fits, most sensitive first, until no single unit more would.
 
-        Units of a group whose fate changes the same classes cost the same, and what does not fit once never will.
+        Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
+        share a part, keeping one unit can make another one cheaper.
         """
+        before = -1
+        while before != (before := int((kept & ~grafted).sum())):
+            kept, grafted = self._fill_once(kept, grafted)
+        return kept, grafted
+
+    def _fill_once(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
         hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()
         live = self.groups.alive(kept)
         for unit in self.order[::-1]:
             c = self.classes[unit]
             if kept[c] and not grafted[c]:
                 continue
-            kind = (int(self.group[unit]), bool(grafted[c]), tuple(live[self.groups.streams(c)].tolist()))
-            block = self._block(unit, kept & ~grafted)
-            if kind in hopeless or block is None:
+            kind = (int(self.kind[unit]), bool(grafted[c]), tuple(live[self.groups.streams(c)].tolist()))
+            if kind in hopeless or (block := self._block(unit, kept & ~grafted)) is None:
                 continue
             more, fewer = kept.copy(), grafted.copy()
             more[block], fewer[block] = True, False
@@ -215,6 +225,17 @@ class _Search:
             (~whole[self.classes[self.group == self.group[unit]]]).sum()
         )
         return self.classes[block] if len(block) == step or complete else None
+
+
+def _kinds(groups: Groups, classes: Ints) -> Ints:
+    """A number for each unit: equal for units that stand on the same axes equally often, and so cost the same."""
+    marks: dict[int, list[tuple[int, int]]] = {c: [] for c in classes.tolist()}
+    for number, labels in enumerate(groups.axes.values()):
+        for c, count in zip(*(x.tolist() for x in np.unique(labels, return_counts=True)), strict=True):
+            if c in marks:
+                marks[c].append((number, count))
+    numbers: dict[tuple[tuple[int, int], ...], int] = {}
+    return np.array([numbers.setdefault(tuple(marks[c]), len(numbers)) for c in classes.tolist()], dtype=np.int64)
 
 
 def _eligible(groups: Groups) -> Bools:

@@ -142,12 +142,28 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
           implant: Implant | None = None) -> Plan:  # fmt: skip
     """The plan that removes and implants these units and keeps all others. No budget, no limits."""
+    go = {n: _indices(groups, n, units) for n, units in removed.items()}
+    turn = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
+    for name, units in turn.items():
+        if both := set(go.get(name, [])) & set(units):
+            raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
+        if units and implant is None:
+            raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
     kept, grafted = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
-    for name, units in removed.items():
-        kept[groups[name].classes[list(units)]] = False
-    for name, units in (implanted or {}).items():
-        grafted[groups[name].classes[list(units)]] = True
+    for name, units in go.items():
+        kept[groups[name].classes[units]] = False
+    for name, units in turn.items():
+        grafted[groups[name].classes[units]] = True
     return assemble(groups, kept, grafted, implant)
+
+
+def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
+    if name not in groups:
+        raise HapError(f"there is no group {name!r}; expected one of {', '.join(groups)}")
+    listed = [int(u) for u in units]
+    if wrong := [u for u in listed if not 0 <= u < len(groups[name])]:
+        raise HapError(f"unit {wrong[0]} of {name!r} does not exist; units go from 0 to {len(groups[name]) - 1}")
+    return listed
 
 
 def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None) -> Plan:
@@ -171,7 +187,8 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
     return Plan(
         kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
         cuts=tuple(cuts), grafts=tuple(grafts),
-        widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)), implant=implant if grafts else None,
+        widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)),
+        implant=implant if grafts else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example,
     )  # fmt: skip

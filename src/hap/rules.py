@@ -26,6 +26,7 @@ from hap.operators import (
     CONVOLUTIONS,
     KEEP_ZERO,
     PADDING,
+    PARTS,
     PIECEWISE_LINEAR,
     POINTWISE,
     POOLING,
@@ -234,13 +235,32 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         return value.expand(shape_of(a)).contiguous() if value is not None else a.meta.get("val")
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), full)
-    if short_name(node) in ("pad", "constant_pad_nd"):  # what is added is no unit, whatever its value
-        args, kwargs = args[: 3 if short_name(node) == "pad" else 2], {}
     try:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(tracer, node, "an operator that cannot run on labels")
-    return [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
+    if not isinstance(result, list | tuple):
+        return compress(result)
+    if short_name(node) in PARTS and len({r.shape for r in result}) == 1:
+        for part in result[1:]:  # a forward that asks for equal parts goes on getting those it got before
+            tracer.join(result[0].numpy(), part.numpy())
+    return [compress(r) for r in result]
+
+
+def padding(tracer: Tracer, node: fx.Node) -> Any:
+    """What is added along an axis that is not cut belongs to the same units; along a cut one it is always kept."""
+    source, amounts, mode = node.args[0], node.args[1], _arguments(node).get("mode", "constant")
+    assert isinstance(source, fx.Node) and isinstance(amounts, list | tuple)
+    labels = tracer.labels(source)
+    padded = {labels.ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
+    cut = [d for d in padded if labels.shape[d] > 1]
+    if not cut and (labels.numel() > 1 or not varies(labels)):
+        return labels
+    if mode != "constant" or labels.numel() == 1:
+        return freeze_all(tracer, node, "pads an axis that would be cut")
+    tracer.sized.append(np.unique(labels.numpy()))
+    shape = [s if d in padded else labels.shape[d] for d, s in enumerate(shape_of(source))]
+    return compress(nn.functional.pad(labels.expand(shape), list(amounts)))  # type: ignore[arg-type]
 
 
 def pooling(tracer: Tracer, node: fx.Node) -> Any:
@@ -295,7 +315,7 @@ def linear(tracer: Tracer, node: fx.Node) -> Any:
     tracer.tie(weight, 1, along(tracer, x, -1), "in")
     out = tracer.axis(weight, 0, "out")
     _tie_bias(tracer, rest, out)
-    tracer.contraction(weight, math.prod(shape_of(x)[:-1]))
+    tracer.contraction(node, weight, math.prod(shape_of(x)[:-1]))
     return spread(out, node.meta["val"].ndim, -1)
 
 
@@ -315,10 +335,10 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     _tie_bias(tracer, [arguments["bias"]], outputs)
     out_size = shape_of(node)[-spatial:]
     batch = math.prod(shape_of(x)[: -spatial - 1])
-    tracer.contraction(weight, batch * math.prod(out_size))
+    tracer.contraction(node, weight, batch * math.prod(out_size))
     module = tracer.called_once(node)
-    plain = groups == 1 and spatial == 2 and not isinstance(arguments["padding"], str)
-    if plain and module == weight.removesuffix(".weight"):
+    plain = groups == 1 and spatial == 2 and len(shape_of(x)) == 4 and not isinstance(arguments["padding"], str)
+    if plain and module == weight.removesuffix(".weight") and isinstance(tracer.modules[module], nn.Conv2d):
         stride, padding, dilation = (_pair(arguments[key]) for key in ("stride", "padding", "dilation"))
         sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
         tracer.sites[weight] = Site(module, weight, *sizes, batch)
@@ -345,7 +365,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         if not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
             tracer.sized += [inputs, outputs]
     _tie_bias(tracer, [arguments["bias"]], outputs)
-    tracer.contraction(weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
+    tracer.contraction(node, weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
@@ -464,4 +484,5 @@ RULES |= {f"aten::{n}": structural for n in STRUCTURAL}
 RULES |= {f"aten::{n}": pooling for n in POOLING | PADDING}
 RULES |= {f"aten::{n}": reduction for n in REDUCTIONS}
 RULES |= {f"aten::{n}": softmax for n in SOFTMAXES}
+RULES |= dict.fromkeys(("aten::pad", "aten::constant_pad_nd"), padding)
 RULES["getitem"] = getitem

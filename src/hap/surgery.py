@@ -58,25 +58,40 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     tensors = _tensors(model)
     for cut in plan.cuts:
         shape = tuple(tensors[cut.name].shape) if cut.name in tensors else None
-        if shape is None or cut.dim >= len(shape) or shape[cut.dim] != cut.size:
+        if shape is None or not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.size:
             seen = f"has shape {shape}" if shape else "does not exist"
             raise HapError(
                 f"the plan does not fit this model: {cut.name} should have length {cut.size} on axis {cut.dim}, but "
                 f"{seen}. Was the plan made for another model, or applied to this one before?"
             )
+        if not _distinct_below(cut.keep, cut.size):
+            raise HapError(f"the plan is damaged: it keeps {list(cut.keep)[:5]}... of the {cut.size} in {cut.name}")
     modules = dict(model.named_modules())
-    for name in [item.module for items in (plan.grafts, plan.widenings, plan.resizes) for item in items]:  # type: ignore[attr-defined]
+    for name in [item.module for items in (plan.grafts, plan.widenings, plan.resizes) for item in items]:
         if name not in modules:
             raise HapError(f"the plan does not fit this model: it has no module {name!r}")
+    for graft in plan.grafts:
+        conv = modules[graft.module]
+        if not isinstance(conv, nn.Conv2d) or not _distinct_below(graft.rows, len(conv.weight)):
+            raise HapError(f"the plan does not fit this model: {graft.module} cannot take its implant")
+    for widen in plan.widenings:
+        if not _distinct_below(widen.index, widen.width):
+            raise HapError(f"the plan is damaged: {widen.module} cannot be spread over {widen.width} channels")
+
+
+def _distinct_below(values: tuple[int, ...], size: int) -> bool:
+    """Whether these are different indices of something that has `size` elements."""
+    return all(isinstance(v, int) and 0 <= v < size for v in values) and len(set(values)) == len(values)
 
 
 def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
-    modules, tensors = dict(model.named_modules()), _tensors(model)
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), _tensors(model)
     touched: dict[str, dict[str, tuple[int, ...]]] = {}
     with torch.no_grad():
         for cut in plan.cuts:
-            owner, _, leaf = cut.name.rpartition(".")
-            touched.setdefault(owner, {}).setdefault(leaf, tuple(tensors[cut.name].shape))
+            for alias in (name for name, tensor in tensors.items() if tensor is tensors[cut.name]):
+                owner, _, leaf = alias.rpartition(".")
+                touched.setdefault(owner, {}).setdefault(leaf, tuple(tensors[cut.name].shape))
             _shorten(tensors[cut.name], cut)
     for owner, before in touched.items():
         _sync(modules[owner], before)

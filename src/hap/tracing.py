@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from hap import rules
 from hap.errors import HapError
-from hap.examples import call_arguments, describe, evaluating
+from hap.examples import call_arguments, describe, evaluating, run
 from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Scatter, Site, Term, components
 from hap.plans import draft
 from hap.surgery import apply_
@@ -32,6 +34,7 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
+    _check_runs(model, example)
     tracer = Tracer(model, _capture(model, example), coupling)
     tracer.run()
     groups = tracer.finish(describe(example))
@@ -71,11 +74,26 @@ def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> lis
 
 
 def _trial_removals(sizes: dict[str, int]) -> list[dict[str, list[int]]]:
-    """A random part of each group, of random size, since what is regular may fit by chance; and what it leaves."""
+    """A random part of each group, since what is regular may fit by chance; what that leaves; and one unit of each."""
     draw = np.random.default_rng(0)
     order = {n: draw.permutation(size).tolist() for n, size in sizes.items()}
     parts = {n: int(draw.integers(1, size)) for n, size in sizes.items()}
-    return [{n: order[n][: parts[n]] for n in sizes}, {n: order[n][parts[n] :] for n in sizes}]
+    ends = [
+        {n: slice(parts[n]) for n in sizes},
+        {n: slice(parts[n], None) for n in sizes},
+        {n: slice(1) for n in sizes},
+    ]
+    return [{n: order[n][end[n]] for n in sizes} for end in ends]
+
+
+def _check_runs(model: nn.Module, example: Any) -> None:
+    try:
+        run(model, example)
+    except HapError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(f"{type(model).__name__} does not run on this example: {reason}") from error
 
 
 def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
@@ -131,6 +149,7 @@ class Tracer:
         self._names = {name: names[id(module)] for name, module in self.modules.items()}
         self._calls = Counter(self.module(n) for n in program.graph.nodes if n.op == "call_function")
         self._uses: Counter[str] = Counter()
+        self._direct: set[str] = set()
 
     # ---- what rules use -------------------------------------------------------------------------------------
 
@@ -159,9 +178,9 @@ class Tracer:
         key = (parameter, dim)
         if key not in self.axes:
             self.axes[key] = self.fresh(self.shapes[parameter][dim])
-            self.roles[key] = role
-        elif role != "free":
-            self.roles[key] = role
+            self.roles[key] = "free"
+        if role != "out" or parameter in self.trainable:  # a fixed filter in a buffer produces, but owns no unit
+            self.roles[key] = role if role != "free" else self.roles.get(key, role)
         return self.axes[key]
 
     def tie(self, parameter: str, dim: int, labels: Ints, role: str) -> None:
@@ -170,7 +189,7 @@ class Tracer:
         if key in self.axes:
             self.join(self.axes[key], labels)
         self.axes.setdefault(key, labels)
-        self.roles.setdefault(key, role)
+        self.roles.setdefault(key, role if role != "out" or parameter in self.trainable else "free")
 
     def join(self, a: Ints, b: Ints) -> None:
         a, b = np.broadcast_arrays(a, b)
@@ -185,8 +204,11 @@ class Tracer:
     def parameter(self, node: Any) -> str | None:
         return self.parameters.get(node) if isinstance(node, fx.Node) else None
 
-    def contraction(self, weight: str, positions: int) -> None:
+    def contraction(self, node: fx.Node, weight: str, positions: int) -> None:
+        """A layer multiplies each element of a weight so many times."""
         self._uses[weight] += 1
+        if f"{self.module(node)}.weight" == weight and isinstance(self.modules[self.module(node)], _ConvNd | nn.Linear):
+            self._direct.add(weight)
         self.terms.append(Term(weight, positions))
 
     def called_once(self, node: fx.Node) -> str | None:
@@ -236,8 +258,9 @@ class Tracer:
                 for operand in node.args[:2]:
                     while isinstance(operand, fx.Node) and rules.keeps_zero(operand):
                         operand = operand.args[0]
-                    if isinstance(operand, fx.Node) and rules.ends_branch(operand) and (m := self.called_once(operand)):
-                        found[operand] = m
+                    module = self.called_once(operand) if isinstance(operand, fx.Node) else None
+                    if module and rules.ends_branch(operand) and isinstance(self.modules[module], _ConvNd | _NormBase):
+                        found[operand] = module
         return found
 
     def _promote(self, module: str, labels: Tensor) -> Tensor:
@@ -268,6 +291,7 @@ class Tracer:
             trainable=self.trainable,
             terms=tuple(self.terms),
             fixed_macs=self.fixed_macs,
+            direct=frozenset(w for w in self._direct if self._uses[w] == 1),
             sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
             scales=tuple(dict.fromkeys(self.scales)),

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
@@ -142,7 +141,11 @@ class Criterion(ABC):
 def _unsteady(model: nn.Module) -> str | None:
     """The first module whose output in training mode depends on chance or on the rest of the batch."""
     for name, module in model.named_modules():
-        if module.training and isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
+        if (
+            module.training
+            and isinstance(module, _NormBase)
+            and (module.track_running_stats or isinstance(module, _BatchNorm))
+        ):
             return f"{name or 'the model'} ({type(module).__name__})"
         if module.training and isinstance(module, _DropoutNd) and module.p > 0:
             return f"{name or 'the model'} ({type(module).__name__})"

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from hap.errors import HapError
 from hap.scoring.base import Batch, Problem, samples
@@ -79,11 +78,9 @@ def why_not_exact(problem: Problem) -> str | None:
 
 
 def why_not_gauss_newton(problem: Problem) -> str | None:
-    modules = dict(problem.model.named_modules())
     for name in problem.weights:
-        owner = modules[name.rpartition(".")[0]]
-        if not isinstance(owner, _ConvNd | nn.Linear):
-            return f"{name} belongs to a {type(owner).__name__}, not to a convolution or linear layer"
+        if name not in problem.groups.direct:
+            return f"{name} is used other than by one call of the layer that owns it"
     with torch.no_grad():
         output, _ = problem.evaluate({}, problem.batches[0])
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != samples(problem.batches[0]):
@@ -122,6 +119,8 @@ def output_factors(problem: Problem, batch: Batch) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         target = batch[1].double() if isinstance(batch[1], Tensor) and batch[1].is_floating_point() else batch[1]
         (slope,) = torch.autograd.grad(problem.loss(output, target), output, create_graph=True)
+        if not slope.requires_grad:  # linear in the outputs: no curvature at all
+            return output.new_zeros(0, *output.shape), output.new_zeros(0, len(output))
         columns = [torch.autograd.grad(slope[:, k].sum(), output, retain_graph=True)[0] for k in range(output.shape[1])]
     blocks = torch.stack(columns, dim=1)
     _check_separable(slope, output, blocks)
