@@ -1095,3 +1095,58 @@ def cumulative() -> Any:
 @case
 def nothing_to_remove() -> Any:
     return nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), images(2, 3, 2, 2)
+
+
+class Attention(nn.Module):
+    """Self-attention as people write it: with the heads in an attribute, by hand or by torch's function."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, fused: bool):
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_dim, self.fused = heads, kv_heads, width // heads, fused
+        self.q = nn.Linear(width, heads * self.head_dim)
+        self.k = nn.Linear(width, kv_heads * self.head_dim)
+        self.v = nn.Linear(width, kv_heads * self.head_dim)
+        self.out = nn.Linear(heads * self.head_dim, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, _ = x.shape
+        q = self.q(x).view(n, length, self.num_heads, self.head_dim).transpose(1, 2)
+        k, v = (f(x).view(n, length, self.kv_heads, self.head_dim).transpose(1, 2) for f in (self.k, self.v))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv_heads != self.num_heads)
+        else:
+            y = (q @ k.transpose(-1, -2) / self.head_dim**0.5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(n, length, -1))
+
+
+def attention_net(heads: int, kv_heads: int, fused: bool) -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
+        x = x + m.attention(x)
+        return m.head((x + m.down(F.gelu(m.up(x)))).mean(1))
+
+    return Net(run, embed=nn.Linear(5, 12), attention=Attention(12, heads, kv_heads, fused), up=nn.Linear(12, 9),
+               down=nn.Linear(9, 12), head=nn.Linear(12, 4)), images(2, 6, 5)  # fmt: skip
+
+
+@case
+def attention_by_hand() -> Any:
+    return attention_net(4, 4, fused=False)
+
+
+@case
+def attention_fused() -> Any:
+    return attention_net(3, 3, fused=True)
+
+
+@case
+def attention_grouped_queries() -> Any:
+    return attention_net(6, 3, fused=True)
+
+
+@case
+def matrix_product_with_parameter() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.head(F.relu(m.a(x) @ m.w))
+
+    return Net(run, a=nn.Linear(5, 7), w=nn.Parameter(torch.randn(7, 8)), head=nn.Linear(8, 4)), images(3, 5)

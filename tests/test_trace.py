@@ -63,6 +63,10 @@ JOINT = {
     "hard_coded_groups": {"a.0": 6, "c": 6},
     "custom_operator": {"a.0": 6, "c": 6},
     "nothing_to_remove": {},
+    "attention_by_hand": {"embed": 12, "attention.q": 4, "up": 9},
+    "attention_fused": {"embed": 12, "attention.q": 3, "up": 9},
+    "attention_grouped_queries": {"embed": 12, "attention.q": 3, "up": 9},
+    "matrix_product_with_parameter": {"a": 7, "w": 8},
 }
 UNION = JOINT | {
     "inplace_functional": {"a.0": 6, "b.0": 6},
@@ -93,7 +97,7 @@ def test_union_groups(name: str) -> None:
     ("name", "what", "why"),
     [
         ("custom_operator", "hap_tests::halved", "no rule for this operator"),
-        ("products_of_activations", "matmul", "no rule for this operator"),
+        ("products_of_activations", "matmul", "stretched over an axis that is cut"),
         ("hard_coded_view", "b", "counts on its size"),
         ("split_concat", "stem.0", "counts on its size"),
         ("spatial_attention", "mean", "reduces over an axis"),

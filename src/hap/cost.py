@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hap.examples import run
@@ -58,10 +61,22 @@ class _Counter(FlopCounterMode):
         return super()._count_flops(func_packet, out, args, kwargs)
 
 
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Fused kernels hide what they multiply from the counter."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
 def cost(model: nn.Module, example: Any) -> Count:
     """Count parameters and multiply-adds by running the model once on the example."""
     counter = _Counter()
-    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with counter, _unfused():
         run(model, example)
     root = type(model).__name__
     by_module = {}
@@ -99,6 +114,7 @@ class CostModel:
         for term in self.groups.terms:
             macs[term.weight] += term.positions * sizes[term.weight]
         params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
+        total += sum(p.positions * int(live[p.classes].sum()) for p in self.groups.products)
         if self.implant is not None and grafted.any():
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs

@@ -50,6 +50,14 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A product of activations: `positions` multiply-adds for every entry of `classes` that lives."""
+
+    classes: Ints
+    positions: int
+
+
+@dataclass(frozen=True)
 class Site:
     """A two-dimensional convolution as an implant sees it. Sizes are in elements, `batch` is the example's."""
 
@@ -115,6 +123,7 @@ class Groups(Mapping[str, Group]):
     shapes: dict[str, tuple[int, ...]]
     trainable: frozenset[str]
     terms: tuple[Term, ...]
+    products: tuple[Product, ...]
     fixed_macs: int
     direct: frozenset[str]
     sites: dict[str, Site]

@@ -184,26 +184,30 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
     operands = [a for a in tensors if a not in matrices]
     if not operands:
         return freeze_all(tracer, node, "parameters combined with each other")
-    result = _aligned(tracer.labels(operands[0]), ndim)
-    known = (1,) * (ndim - len(shape_of(operands[0]))) + shape_of(operands[0])
-    for other in operands[1:]:
-        labels = _aligned(tracer.labels(other), ndim)
-        shape = (1,) * (ndim - len(shape_of(other))) + shape_of(other)
+    sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + shape_of(a)) for a in operands]
+    result, _ = merge(tracer, short_name(node), sides)
+    for matrix in matrices:
+        _tie_matrix(tracer, tracer.parameters[matrix], result)
+    return result
+
+
+def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]) -> tuple[Tensor, tuple[int, ...]]:
+    """Labels and shape of operands (labels, shape) broadcast against each other, with the same number of axes."""
+    result, known = sides[0]
+    for labels, shape in sides[1:]:
         if _has_say(result, shape) and _has_say(labels, known):
             tracer.join(result.numpy(), labels.numpy())
             first, second = torch.broadcast_tensors(result, labels)
             result = compress(torch.where(first != 0, first, second))
         else:  # one operand is stretched over the other's cut axis: it cannot be cut itself
             result, stretched = (labels, result) if _has_say(result, shape) else (result, labels)
-            tracer.freeze(stretched, short_name(node), "stretched over an axis that is cut")
+            tracer.freeze(stretched, name, "stretched over an axis that is cut")
         known = tuple(max(a, b) for a, b in zip(known, shape, strict=True))
-    for matrix in matrices:
-        _tie_matrix(tracer, tracer.parameters[matrix], result)
-    return result
+    return result, known
 
 
-def _aligned(labels: Tensor, ndim: int) -> Tensor:
-    return labels.view((1,) * (ndim - labels.ndim) + tuple(labels.shape))
+def aligned(labels: Tensor, ndim: int) -> Tensor:
+    return labels.reshape((1,) * (ndim - labels.ndim) + tuple(labels.shape))
 
 
 def _has_say(labels: Tensor, other_shape: tuple[int, ...]) -> bool:
@@ -240,7 +244,9 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(tracer, node, "an operator that cannot run on labels")
     if not isinstance(result, list | tuple):
-        return compress(result)
+        result = compress(result)
+        tracer.shaped.append((tracer.module(node), result))
+        return result
     if short_name(node) in PARTS and len({r.shape for r in result}) == 1:
         for part in result[1:]:  # a forward that asks for equal parts goes on getting those it got before
             tracer.join(result[0].numpy(), part.numpy())
@@ -249,7 +255,7 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
 
 def padding(tracer: Tracer, node: fx.Node) -> Any:
     """What is added along an axis that is not cut belongs to the same units; along a cut one it is always kept."""
-    source, amounts, mode = node.args[0], node.args[1], _arguments(node).get("mode", "constant")
+    source, amounts, mode = node.args[0], node.args[1], arguments(node).get("mode", "constant")
     assert isinstance(source, fx.Node) and isinstance(amounts, list | tuple)
     labels = tracer.labels(source)
     padded = {labels.ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
@@ -278,8 +284,8 @@ def pooling(tracer: Tracer, node: fx.Node) -> Any:
 
 def reduction(tracer: Tracer, node: fx.Node) -> Any:
     """Sums and means: fine along axes that nobody cuts."""
-    arguments = _arguments(node)
-    dims, value = arguments.get("dim"), node.meta["val"]
+    given = arguments(node)
+    dims, value = given.get("dim"), node.meta["val"]
     labels = next(iter(_inputs(tracer, node)))
     named = [dims] if isinstance(dims, int) else list(dims or range(labels.ndim))
     reduced = {d % max(labels.ndim, 1) for d in named}
@@ -293,7 +299,7 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
 
 def softmax(tracer: Tracer, node: fx.Node) -> Any:
     labels = next(iter(_inputs(tracer, node)))
-    if labels.shape[_arguments(node)["dim"]] > 1:
+    if labels.shape[arguments(node)["dim"]] > 1:
         return freeze_all(tracer, node, "normalises over an axis that would be cut")
     return labels
 
@@ -322,24 +328,24 @@ def linear(tracer: Tracer, node: fx.Node) -> Any:
 @rule(*CONVOLUTIONS)
 def convolution(tracer: Tracer, node: fx.Node) -> Any:
     """Weight: outputs x inputs per group x kernel."""
-    arguments = _arguments(node)
-    x, weight = arguments["input"], tracer.parameter(arguments["weight"])
+    given = arguments(node)
+    x, weight = given["input"], tracer.parameter(given["weight"])
     if weight is None:
         return freeze_all(tracer, node, "its weight is computed, not a parameter")
-    shape, groups = tracer.shapes[weight], arguments["groups"]
+    shape, groups = tracer.shapes[weight], given["groups"]
     spatial = len(shape) - 2
     inputs, outputs = along(tracer, x, -spatial - 1), tracer.axis(weight, 0, "out")
     _tie_groups(tracer, inputs, outputs, groups, weight, 1)
     if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
         tracer.sized += [inputs, outputs]
-    _tie_bias(tracer, [arguments["bias"]], outputs)
+    _tie_bias(tracer, [given["bias"]], outputs)
     out_size = shape_of(node)[-spatial:]
     batch = math.prod(shape_of(x)[: -spatial - 1])
     tracer.contraction(node, weight, batch * math.prod(out_size))
     module = tracer.called_once(node)
-    plain = groups == 1 and spatial == 2 and len(shape_of(x)) == 4 and not isinstance(arguments["padding"], str)
+    plain = groups == 1 and spatial == 2 and len(shape_of(x)) == 4 and not isinstance(given["padding"], str)
     if plain and module == weight.removesuffix(".weight") and isinstance(tracer.modules[module], nn.Conv2d):
-        stride, padding, dilation = (_pair(arguments[key]) for key in ("stride", "padding", "dilation"))
+        stride, padding, dilation = (_pair(given[key]) for key in ("stride", "padding", "dilation"))
         sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
         tracer.sites[weight] = Site(module, weight, *sizes, batch)
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
@@ -348,11 +354,11 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
 @rule(*TRANSPOSED)
 def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
     """Weight: inputs x outputs per group x kernel."""
-    arguments = _arguments(node)
-    x, weight = arguments["input"], tracer.parameter(arguments["weight"])
+    given = arguments(node)
+    x, weight = given["input"], tracer.parameter(given["weight"])
     if weight is None:
         return freeze_all(tracer, node, "its weight is computed, not a parameter")
-    shape, groups = tracer.shapes[weight], arguments["groups"]
+    shape, groups = tracer.shapes[weight], given["groups"]
     spatial = len(shape) - 2
     inputs = along(tracer, x, -spatial - 1)
     if groups == 1:
@@ -364,7 +370,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         tracer.tie(weight, 0, inputs, "out")
         if not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
             tracer.sized += [inputs, outputs]
-    _tie_bias(tracer, [arguments["bias"]], outputs)
+    _tie_bias(tracer, [given["bias"]], outputs)
     tracer.contraction(node, weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
@@ -467,7 +473,7 @@ def _tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:
             tracer.tie(name, 0, labels, "free")
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments by name, defaults filled in."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from hap import attention as attention  # registers its rules
 from hap import rules
 from hap.errors import HapError
 from hap.examples import call_arguments, describe, evaluating, run
-from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Scatter, Site, Term, components
+from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Product, Scatter, Site, Term, components
 from hap.plans import draft
 from hap.surgery import apply_
 
@@ -41,36 +44,82 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     for name in [n for n in groups if any(fnmatch.fnmatchcase(n, pattern) for pattern in ignore)]:
         tracer.freeze(groups[name].classes, name, "left alone as asked")
     groups = tracer.finish(describe(example))
-    for name in _misfits(model, example, groups, tracer.sized_classes()):
+    trial = Trial(model, example, groups, tracer.sized_classes(), tracer.counting_attributes())
+    for name in trial.misfits():
         tracer.freeze(groups[name].classes, name, "the model's forward counts on its size")
+    tracer.lengths += trial.found
     return tracer.finish(describe(example))
 
 
-def _misfits(model: nn.Module, example: Any, groups: Groups, sized: Ints) -> list[str]:
-    """Groups that pass through reshapes or splits, and whose forward breaks when one unit or half of them is removed.
+class Trial:
+    """Which groups a forward can do without some of: those that pass through reshapes or splits are tried.
 
-    A graph does not tell whether `view(n, 64)` was written with a constant or computed; running it does.
+    A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute of the
+    module such as `num_heads`; running it does. `candidates` are such attributes, and `found` those that had to follow.
     """
-    suspects = []
-    for name, group in groups.items():
-        touched = np.concatenate([group.classes, groups.streams(group.classes)])
-        if len(group) > 1 and np.isin(touched, sized).any():
-            suspects.append(name)
-    trials = _trial_removals({n: len(groups[n]) for n in suspects})
 
-    def fits(names: list[str]) -> bool:
+    def __init__(self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length]):
+        self.model, self.example, self.groups, self.candidates = model, example, groups, candidates
+        self.suspects = [n for n, g in groups.items() if len(g) > 1 and np.isin(self._reach(n), sized).any()]
+        self.removals = _trial_removals({n: len(groups[n]) for n in self.suspects})
+        self.found: list[Length] = []
+
+    def _reach(self, name: str) -> Ints:
+        classes = self.groups[name].classes
+        return np.concatenate([classes, self.groups.streams(classes)])
+
+    def misfits(self) -> list[str]:
+        """The groups to freeze. Attributes that have to follow the others are kept in `found`.
+
+        All at once, if that works; else one group of each kind of name decides for its kind, and if its kin does not
+        bear that out, each is tried by itself.
+        """
+        if not self.suspects or self._fits(self.suspects):
+            return []
+        if self.candidates and self._fits(self.suspects, self.candidates):
+            self.found = self.candidates
+            return []
+        kinds: dict[str, list[Length] | None] = {}
+        for name in self.suspects:
+            if (kind := _kind_of(name)) not in kinds:
+                kinds[kind] = self._needs(name)
+        able = {}
+        for name in self.suspects:
+            if (needed := kinds[_kind_of(name)]) is not None:
+                attributes = {x.attribute for x in needed}
+                able[name] = [x for x in self._counting(name) if x.attribute in attributes]
+        for _ in range(2):
+            lengths = [x for needed in able.values() for x in needed]
+            if able and self._fits(list(able), lengths):
+                self.found = lengths
+                return [n for n in self.suspects if n not in able]
+            able = {n: needed for n, needed in able.items() if self._fits([n], needed)}
+        return self.suspects
+
+    def _counting(self, name: str) -> list[Length]:
+        return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
+
+    def _needs(self, name: str) -> list[Length] | None:
+        """The attributes that must follow this group: none, all that count its units, or one of them. None: no way."""
+        counting = self._counting(name)
+        for choice in [[], counting, *([x] for x in counting if len(counting) > 1)]:
+            if self._fits([name], choice):
+                return choice
+        return None
+
+    def _fits(self, names: list[str], lengths: Sequence[Length] = ()) -> bool:
+        groups = replace(self.groups, lengths=(*self.groups.lengths, *lengths))
         try:
-            for removed in trials:
-                apply_(copy.deepcopy(model), draft(groups, {n: removed[n] for n in names}), example=example)
+            for removed in self.removals:
+                apply_(copy.deepcopy(self.model), draft(groups, {n: removed[n] for n in names}), example=self.example)
         except HapError:
             return False
         return True
 
-    if not suspects or fits(suspects):
-        return []
-    alone = {n: fits([n]) for n in suspects}
-    rest = [n for n in suspects if alone[n]]
-    return [n for n in suspects if not alone[n]] if not rest or fits(rest) else suspects
+
+def _kind_of(name: str) -> str:
+    """Names that differ in their numbers alone, such as those of repeated blocks, are of one kind."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _trial_removals(sizes: dict[str, int]) -> list[dict[str, list[int]]]:
@@ -127,9 +176,11 @@ class Tracer:
         self.frozen: list[Frozen] = []
         self.lengths: list[Length] = []
         self.fixed_macs = 0
+        self.products: list[Product] = []
         self.scales: list[str] = []
         self.spanned: list[Ints] = []
         self.sized: list[Ints] = []
+        self.shaped: list[tuple[str, Tensor]] = []
         self.curved: str | None = None
         self.root: Ints = np.zeros(1, dtype=np.int64)
         self._next = 1
@@ -291,6 +342,7 @@ class Tracer:
             trainable=self.trainable,
             terms=tuple(self.terms),
             fixed_macs=self.fixed_macs,
+            products=tuple(Product(root[p.classes], p.positions) for p in self.products),
             direct=frozenset(w for w in self._direct if self._uses[w] == 1),
             sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
@@ -300,6 +352,19 @@ class Tracer:
             curved=self.curved or (shared and f"{shared} is used twice"),
             example=example,
         )
+
+    def counting_attributes(self) -> list[Length]:
+        """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`."""
+        found = {}
+        for module, labels in self.shaped:
+            roots = torch.from_numpy(self.root[labels.numpy()])
+            for dim, size in enumerate(labels.shape):
+                rows = roots.movedim(dim, 0).reshape(size, -1)
+                if size > 1 and bool((rows == rows[:, :1]).all()) and len(rows[:, 0].unique()) > 1:
+                    for attribute, value in vars(self.modules.get(module, nn.Module())).items():
+                        if type(value) is int and value == size:
+                            found[module, attribute] = Length(module, attribute, rows[:, 0].numpy())
+        return list(found.values())
 
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""

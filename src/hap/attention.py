@@ -1,0 +1,82 @@
+"""Rules for products of activations, and so for attention: a head is what a batched product cuts as a whole."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from hap import rules
+from hap.groups import Product
+
+if TYPE_CHECKING:
+    from hap.tracing import Tracer
+
+Shape = tuple[int, ...]
+
+
+def product(tracer: Tracer, name: str, a: Tensor, a_shape: Shape, b: Tensor, b_shape: Shape) -> Tensor:
+    """Labels of a @ b: a pointwise product over (batch..., rows, columns, inner), summed over the last axis.
+
+    Where labels vary along the inner axis and along others (head by head), the inner ones are joined: what is left
+    after the sum must have one fate. Inner labels alone may go one by one, from both operands.
+    """
+    ndim = max(len(a_shape), len(b_shape))
+    a, a_shape = rules.aligned(a, ndim).unsqueeze(-2), (1,) * (ndim - len(a_shape)) + a_shape
+    b, b_shape = rules.aligned(b, ndim).transpose(-1, -2).unsqueeze(-3), (1,) * (ndim - len(b_shape)) + b_shape
+    a_full = (*a_shape[:-1], 1, a_shape[-1])
+    b_full = (*b_shape[:-2], 1, b_shape[-1], b_shape[-2])
+    grid, shape = rules.merge(tracer, name, [(a, a_full), (b, b_full)])
+    tracer.products.append(
+        Product(grid.flatten().numpy(), math.prod(s for s, g in zip(shape, grid.shape, strict=True) if g == 1))
+    )
+    if grid.shape[-1] == 1:
+        return grid.squeeze(-1)
+    tracer.sized.append(np.unique(grid.numpy()))
+    if grid.numel() == grid.shape[-1]:
+        return torch.zeros([1] * ndim, dtype=torch.int64)
+    tracer.join(grid.numpy(), grid[..., :1].numpy())
+    return rules.compress(grid[..., 0])
+
+
+@rules.rule("matmul", "bmm", "mm")
+def matmul(tracer: Tracer, node: fx.Node) -> Any:
+    a, b = node.args[:2]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    if min(len(rules.shape_of(a)), len(rules.shape_of(b))) < 2:
+        return rules.freeze_all(tracer, node)
+    weight = tracer.parameter(b)
+    if weight is not None and len(tracer.shapes[weight]) == 2:  # x @ W: a linear layer with its weight transposed
+        tracer.tie(weight, 0, rules.along(tracer, a, -1), "in")
+        tracer.contraction(node, weight, math.prod(rules.shape_of(a)[:-1]))
+        return rules.spread(tracer.axis(weight, 1, "out"), node.meta["val"].ndim, -1)
+    labels = [tracer.labels(x) for x in (a, b)]
+    return product(tracer, "matmul", labels[0], rules.shape_of(a), labels[1], rules.shape_of(b))
+
+
+@rules.rule("scaled_dot_product_attention")
+def attention(tracer: Tracer, node: fx.Node) -> Any:
+    arguments = rules.arguments(node)
+    q, k, v = (arguments[name] for name in ("query", "key", "value"))
+    labels = {x: tracer.labels(x) for x in (q, k, v)}
+    shapes = {x: rules.shape_of(x) for x in (q, k, v)}
+    if arguments.get("enable_gqa") and shapes[q][-3] != shapes[k][-3]:  # several query heads share a key and a value
+        for x in {k, v}:
+            repeat = shapes[q][-3] // shapes[x][-3]
+            if labels[x].shape[-3] > 1:
+                labels[x] = labels[x].repeat_interleave(repeat, -3)
+            shapes[x] = (*shapes[x][:-3], shapes[q][-3], *shapes[x][-2:])
+    turned = (*shapes[k][:-2], shapes[k][-1], shapes[k][-2])
+    scores = product(tracer, "attention", labels[q], shapes[q], labels[k].transpose(-1, -2), turned)
+    shape: Shape = (*shapes[q][:-1], shapes[k][-2])
+    if isinstance(mask := arguments.get("attn_mask"), fx.Node):
+        bias = rules.aligned(tracer.labels(mask), len(shape))
+        full = (1,) * (len(shape) - len(rules.shape_of(mask))) + rules.shape_of(mask)
+        scores, _ = rules.merge(tracer, "attention", [(scores, shape), (bias, full)])
+    if scores.shape[-1] > 1:
+        tracer.freeze(scores, "attention", "normalises over an axis that would be cut")
+        scores = torch.zeros([1] * len(shape), dtype=torch.int64)
+    return product(tracer, "attention", scores, shape, labels[v], shapes[v])
