@@ -1150,3 +1150,21 @@ def matrix_product_with_parameter() -> Any:
         return m.head(F.relu(m.a(x) @ m.w))
 
     return Net(run, a=nn.Linear(5, 7), w=nn.Parameter(torch.randn(7, 8)), head=nn.Linear(8, 4)), images(3, 5)
+
+
+@case
+def attention_with_tables() -> Any:
+    """A rotary-like table over positions in a head, and a learned bias for each pair of heads and distances."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (f(x).view(2, 6, m.heads, 4).transpose(1, 2) for f in (m.q, m.k, m.v))
+        q, k = (m.cosine * y + torch.cat([-y[..., 2:], y[..., :2]], -1) * m.sine for y in (q, k))
+        bias = m.table[m.distance.flatten()].view(6, 6, -1).permute(2, 0, 1).unsqueeze(0)
+        y = (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+        return m.head(m.out(y.transpose(1, 2).flatten(2)).mean(1))
+
+    net = Net(run, q=nn.Linear(5, 12), k=nn.Linear(5, 12), v=nn.Linear(5, 12), out=nn.Linear(12, 6), head=nn.Linear(6, 4),
+              cosine=torch.rand(1, 1, 6, 4), sine=torch.rand(6, 4), table=nn.Parameter(torch.randn(11, 3)),
+              distance=torch.arange(6)[:, None] - torch.arange(6) + 5)  # fmt: skip
+    net.heads = 3
+    return net, images(2, 6, 5)

@@ -63,6 +63,7 @@ JOINT = {
     "hard_coded_groups": {"a.0": 6, "c": 6},
     "custom_operator": {"a.0": 6, "c": 6},
     "nothing_to_remove": {},
+    "attention_with_tables": {"q": 3, "out": 6},
     "attention_by_hand": {"embed": 12, "attention.q": 4, "up": 9},
     "attention_fused": {"embed": 12, "attention.q": 3, "up": 9},
     "attention_grouped_queries": {"embed": 12, "attention.q": 3, "up": 9},

@@ -48,13 +48,35 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     if min(len(rules.shape_of(a)), len(rules.shape_of(b))) < 2:
         return rules.freeze_all(tracer, node)
-    weight = tracer.parameter(b)
-    if weight is not None and len(tracer.shapes[weight]) == 2:  # x @ W: a linear layer with its weight transposed
-        tracer.tie(weight, 0, rules.along(tracer, a, -1), "in")
-        tracer.contraction(node, weight, math.prod(rules.shape_of(a)[:-1]))
-        return rules.spread(tracer.axis(weight, 1, "out"), node.meta["val"].ndim, -1)
+    if tracer.parameter(b) is not None and len(rules.shape_of(b)) == 2:
+        return _transposed_linear(tracer, node, a, b)
     labels = [tracer.labels(x) for x in (a, b)]
     return product(tracer, "matmul", labels[0], rules.shape_of(a), labels[1], rules.shape_of(b))
+
+
+@rules.rule("addmm")
+def addmm(tracer: Tracer, node: fx.Node) -> Any:
+    """bias + x @ W with the weight as a parameter, as in GPT-2's layers."""
+    bias, x, weight = node.args[:3]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if tracer.parameter(weight) is None or tracer.parameter(bias) is None:
+        return rules.freeze_all(tracer, node)
+    labels = _transposed_linear(tracer, node, x, weight)
+    rules.tie_bias(tracer, [bias], labels.flatten().numpy())
+    return labels
+
+
+def _transposed_linear(tracer: Tracer, node: fx.Node, x: fx.Node, weight_node: fx.Node) -> Tensor:
+    """x @ W: a linear layer with its weight transposed."""
+    weight = tracer.parameters[weight_node]
+    tracer.tie(weight, 0, rules.along(tracer, x, -1), "in")
+    tracer.contraction(node, weight, math.prod(rules.shape_of(x)[:-1]))
+    return rules.spread(tracer.axis(weight, 1, "out"), node.meta["val"].ndim, -1)
+
+
+@rules.rule("_assert_tensor_metadata")
+def assertion(tracer: Tracer, node: fx.Node) -> None:
+    """Says something of a tensor and leaves it alone."""
 
 
 @rules.rule("scaled_dot_product_attention")
@@ -80,3 +102,35 @@ def attention(tracer: Tracer, node: fx.Node) -> Any:
         tracer.freeze(scores, "attention", "normalises over an axis that would be cut")
         scores = torch.zeros([1] * len(shape), dtype=torch.int64)
     return product(tracer, "attention", scores, shape, labels[v], shapes[v])
+
+
+@rules.rule("index")
+def index(tracer: Tracer, node: fx.Node) -> Any:
+    """x[..., i, ...] with one tensor of positions: fine along axes that are not cut, such as a table's entries."""
+    source, places = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(places, list | tuple)
+    dims = [d for d, place in enumerate(places) if place is not None]
+    if len(dims) != 1 or not isinstance(places[dims[0]], fx.Node):
+        return rules.freeze_all(tracer, node)
+    return _looked_up(tracer, node, source, dims[0])
+
+
+@rules.rule("embedding")
+def embedding(tracer: Tracer, node: fx.Node) -> Any:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return _looked_up(tracer, node, source, 0)
+
+
+def _looked_up(tracer: Tracer, node: fx.Node, source: fx.Node, dim: int) -> Any:
+    """Labels of a result in which axis `dim` of the source is replaced by the axes of the positions looked up."""
+    shape, more = rules.shape_of(source), node.meta["val"].ndim - len(rules.shape_of(source)) + 1
+    name = tracer.parameter(source)
+    long = [d for d, size in enumerate(shape) if size > 1 and d != dim]
+    if name is not None and len(long) == 1:
+        labels = rules.spread(tracer.axis(name, long[0]), len(shape), long[0])
+    else:
+        labels = tracer.labels(source)
+    if labels.shape[dim] > 1:
+        return rules.freeze_all(tracer, node, "looks up along an axis that would be cut")
+    return labels.reshape(*labels.shape[:dim], *(1,) * more, *labels.shape[dim + 1 :])

@@ -196,7 +196,12 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
     result, known = sides[0]
     for labels, shape in sides[1:]:
         if _has_say(result, shape) and _has_say(labels, known):
-            tracer.join(result.numpy(), labels.numpy())
+            if _lacks_axis(shape, result):
+                tracer.partial.append((result.numpy(), labels.numpy(), [d for d, size in enumerate(shape) if size > 1]))
+            elif _lacks_axis(known, labels):
+                tracer.partial.append((labels.numpy(), result.numpy(), [d for d, size in enumerate(known) if size > 1]))
+            else:
+                tracer.join(result.numpy(), labels.numpy())
             first, second = torch.broadcast_tensors(result, labels)
             result = compress(torch.where(first != 0, first, second))
         else:  # one operand is stretched over the other's cut axis: it cannot be cut itself
@@ -204,6 +209,11 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
             tracer.freeze(stretched, name, "stretched over an axis that is cut")
         known = tuple(max(a, b) for a, b in zip(known, shape, strict=True))
     return result, known
+
+
+def _lacks_axis(shape: tuple[int, ...], labels: Tensor) -> bool:
+    """Whether a tensor of this shape is stretched along an axis where the labels of the other one vary."""
+    return any(size == 1 and varying > 1 for size, varying in zip(shape, labels.shape, strict=True))
 
 
 def aligned(labels: Tensor, ndim: int) -> Tensor:
@@ -320,7 +330,7 @@ def linear(tracer: Tracer, node: fx.Node) -> Any:
         return freeze_all(tracer, node, "its weight is computed, not a parameter")
     tracer.tie(weight, 1, along(tracer, x, -1), "in")
     out = tracer.axis(weight, 0, "out")
-    _tie_bias(tracer, rest, out)
+    tie_bias(tracer, rest, out)
     tracer.contraction(node, weight, math.prod(shape_of(x)[:-1]))
     return spread(out, node.meta["val"].ndim, -1)
 
@@ -338,7 +348,7 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     _tie_groups(tracer, inputs, outputs, groups, weight, 1)
     if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
         tracer.sized += [inputs, outputs]
-    _tie_bias(tracer, [given["bias"]], outputs)
+    tie_bias(tracer, [given["bias"]], outputs)
     out_size = shape_of(node)[-spatial:]
     batch = math.prod(shape_of(x)[: -spatial - 1])
     tracer.contraction(node, weight, batch * math.prod(out_size))
@@ -370,7 +380,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         tracer.tie(weight, 0, inputs, "out")
         if not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
             tracer.sized += [inputs, outputs]
-    _tie_bias(tracer, [given["bias"]], outputs)
+    tie_bias(tracer, [given["bias"]], outputs)
     tracer.contraction(node, weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
@@ -464,7 +474,7 @@ def _tie_affine(tracer: Tracer, x: fx.Node, vectors: Any, dim: int) -> Tensor:
     return spread(labels, len(shape_of(x)), dim)
 
 
-def _tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:
+def tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:
     if rest and isinstance(rest[0], fx.Node):
         name = tracer.parameter(rest[0])
         if name is None:

@@ -179,6 +179,7 @@ class Tracer:
         self.products: list[Product] = []
         self.scales: list[str] = []
         self.spanned: list[Ints] = []
+        self.partial: list[tuple[Ints, Ints, list[int]]] = []
         self.sized: list[Ints] = []
         self.shaped: list[tuple[str, Tensor]] = []
         self.curved: str | None = None
@@ -400,9 +401,25 @@ class Tracer:
             root = components(self._next, a, b)
             low, high = root[narrow], root[wide]
             merge = (np.isin(low, high) | (low == 0)) & (low != high)
-            if not merge.any():
-                return root
             self.join(low[merge], high[merge])
+            if not merge.any() and not self._settle_partial(root):
+                return root
+
+    def _settle_partial(self, root: Ints) -> bool:
+        """Decide on operands that lack some of the axes along which another one varies; True if that joined anything.
+
+        A rotary table has a value for each position in a head but knows no heads. Where whole heads go it has no say,
+        and is not cut itself; where single positions could go, it would have to follow.
+        """
+        for grid, table, shared in self.partial:
+            classes = root[grid]
+            whole = all(np.array_equal(classes, np.broadcast_to(classes.take([0], d), classes.shape)) for d in shared)
+            wanted = (np.zeros(1, np.int64), table) if whole else (grid, table)
+            left, right = np.broadcast_arrays(*wanted)
+            if not np.array_equal(root[left], root[right]):
+                self.join(left, right)
+                return True
+        return False
 
     def _groups(self, axes: dict[tuple[str, int], Ints], feeds: Ints) -> dict[str, Group]:
         outputs = [key for key, role in self.roles.items() if role == "out"]
