@@ -208,8 +208,8 @@ REST = '"recipe": null, "metrics": {}, "about": {}, "aliases":'
         "{}",
         '{"format": 1}',
         '{"format": "1"}',
-        f'{{"format": 1, "plan": 3, {REST} {{}}}}',
-        f'{{"format": 1, "plan": null, {REST} 5}}',
+        f'{{"format": 1, "plans": 3, {REST} {{}}}}',
+        f'{{"format": 1, "plans": [], {REST} 5}}',
     ],
 )
 def test_damaged_header(saved: Path, raw: str) -> None:
@@ -218,7 +218,7 @@ def test_damaged_header(saved: Path, raw: str) -> None:
 
 def break_cut(field: str, value: Any) -> Any:
     def change(header: dict[str, Any]) -> None:
-        header["plan"]["cuts"][0][field] = value
+        header["plans"][0]["cuts"][0][field] = value
 
     return change
 
@@ -232,13 +232,13 @@ def break_cut(field: str, value: Any) -> Any:
         break_cut("dim", 7),
         break_cut("dim", -1),
         break_cut("name", "nowhere.weight"),
-        lambda h: h["plan"].pop("kept"),
-        lambda h: h["plan"].update(implant={"kind": "os.system"}),
-        lambda h: h["plan"].update(implant={"kind": "Pointwise", "ratio": 0.2, "init": "center", "command": "rm"}),
-        lambda h: h["plan"]["grafts"][0].update(rows=[999]),
-        lambda h: h["plan"]["grafts"][0].update(module="head"),
-        lambda h: h["plan"]["widenings"][0].update(index=[999, 1000]),
-        lambda h: h["plan"].update(before=3),
+        lambda h: h["plans"][0].pop("kept"),
+        lambda h: h["plans"][0].update(implant={"kind": "os.system"}),
+        lambda h: h["plans"][0].update(implant={"kind": "Pointwise", "ratio": 0.2, "init": "center", "command": "rm"}),
+        lambda h: h["plans"][0]["grafts"][0].update(rows=[999]),
+        lambda h: h["plans"][0]["grafts"][0].update(module="head"),
+        lambda h: h["plans"][0]["widenings"][0].update(index=[999, 1000]),
+        lambda h: h["plans"][0].update(before=3),
     ],
 )
 def test_damaged_plan(saved: Path, change: Any) -> None:
@@ -353,3 +353,25 @@ def test_copy_of_a_loaded_model_is_independent(saved: Path) -> None:
         for parameter in twin.parameters():
             parameter.zero_()
     assert not same(run(twin, example), run(loaded, example))
+
+
+def test_a_model_pruned_twice_is_saved_with_both_plans(tmp_path: Path) -> None:
+    model, example = CASES["residual"]()
+    fresh = copy.deepcopy(model)
+    plans = [hap.prune_(model, example, params=share, criterion="magnitude") for share in (0.8, 0.7)]
+    path = hap.save(tmp_path / "twice.safetensors", model, plans)
+    assert same(run(hap.load(path, fresh), example), run(model, example))
+    with pytest.raises(hap.HapError, match="does not lead to this model"):
+        hap.save(tmp_path / "wrong.safetensors", model, plans[0])
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    model, example = CASES["residual"]()
+    groups = hap.trace(model, example, "union")
+    plan = hap.draft(groups, {"stem.0": [0]})
+    with pytest.raises(hap.HapError, match="does not lead to this model"):
+        hap.save(tmp_path / "a.safetensors", model, plan)
+    hap.apply_(model, plan, example=example)
+    with pytest.raises(hap.HapError, match="only with its plan"):
+        hap.save(tmp_path / "a.safetensors", model)
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,12 +220,18 @@ def test_a_checkpoint_that_lies_about_its_classes_is_refused(tmp_path: Path) -> 
 
 def test_wrong_budgets(dense: Path, pruned: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
-    assert "params=1.5" in refused("prune", dense, "--params", 1.5, "--out", out)
-    assert "exactly one" in refused("prune", dense, "--out", out)
+    assert "--params 1.5;" in refused("prune", dense, "--params", 1.5, "--out", out)
+    assert "exactly one of --params, --flops, --channels" in refused("prune", dense, "--out", out)
     assert "exactly one" in refused("prune", dense, "--params", 0.3, "--flops", 0.3, "--out", out)
-    assert "cannot be reached" in refused("prune", dense, "--params", 0.001, "--criterion", "l1", "--out", out)
+    line = refused("prune", dense, "--params", 0.001, "--criterion", "l1", "--out", out)
+    assert "--params 0.001 cannot be reached" in line
+    assert "raise --per-layer or --leave fewer layers alone" in line
+    assert "--leave has 'stem*'" in refused("prune", dense, "--params", 0.3, "--criterion", "l1", "--leave", "stem*",
+                                            "--out", out)  # fmt: skip
+    assert "--round-to 0; expected at least 1" in refused("prune", dense, "--params", 0.3, "--round-to", 0, "--out",
+                                                          out)  # fmt: skip
     assert "pruned already" in refused("prune", pruned, "--params", 0.1, "--out", out)
-    assert "implant ratio is 3" in refused("prune", dense, "--params", 0.3, "--implant", 3, "--out", out)
+    assert "--implant is 3" in refused("prune", dense, "--params", 0.3, "--implant", 3, "--out", out)
     assert "probes are for" in refused(
         "prune", dense, "--params", 0.3, "--criterion", "l1", "--probes", 9, "--out", out
     )
@@ -239,8 +246,51 @@ def test_places_that_cannot_be_written(dense: Path, tmp_path: Path) -> None:
     assert "it is a folder" in refused("score", dense, "--out", tmp_path)
     assert "must end in .safetensors" in refused("prune", dense, "--params", 0.3, "--out", tmp_path / "x.pt")
     assert "must end in .onnx or .pt2" in refused("export", dense, tmp_path / "x.pb")
-    assert "--out is the checkpoint itself" in refused("finetune", dense, "--out", dense)
+    before = dense.read_bytes()
+    over = f"--out is {dense}, which the command reads and would overwrite"
+    assert over in refused("finetune", dense, "--out", dense)
+    assert over in refused("prune", dense, "--params", 0.3, "--out", dense)
+    assert over in refused("score", dense, "--out", dense)
+    assert over in refused("finetune", copy_of(dense, tmp_path), "--teacher", dense, "--out", dense)
+    assert dense.read_bytes() == before
     assert "needs --teacher" in refused("finetune", dense, "--distill", 0.5)
+
+
+def copy_of(path: Path, folder: Path) -> Path:
+    return Path(shutil.copy(path, folder / f"copy-of-{path.name}"))
+
+
+def test_a_finished_training_is_replaced_by_another_only_when_told(dense: Path, pruned: Path, tmp_path: Path) -> None:
+    out = copy_of(dense, tmp_path)
+    train = ("train", "--model", "digits_resnet", "--data", "digits", "--epochs", 1, "--out", out)
+    line = refused(*train, "--seed", 1)
+    assert "seed is 0, not 1" in line
+    assert "--fresh" in line
+    assert "epochs is 1, not 2" in refused(*train, "--epochs", 2)
+    assert out.read_bytes() == dense.read_bytes()
+    over = copy_of(pruned, tmp_path)
+    assert "no result of this training" in refused(*train[:-1], over)
+    ok(*train, "--seed", 1, "--fresh")
+    assert hap.read(out).recipe["seed"] == 1
+    ok(*train, "--seed", 1)  # the same again
+
+
+def test_export_of_a_file_that_does_not_say_its_shape(tmp_path: Path) -> None:
+    path = hap.save(tmp_path / "bare.safetensors", hap.models.build("digits_resnet"))
+    out, named = tmp_path / "bare.pt2", ("--model", "digits_resnet")
+    assert "--input-shape, such as 1,3,32,32, or --data" in refused("export", path, out, *named)
+    assert "'1,x'" in refused("export", path, out, *named, "--input-shape", "1,x")
+    assert "leave out" in refused("export", path, out, *named, "--input-shape", "1,1,8,8", "--batch", 2)
+    ok("export", path, out, *named, "--input-shape", "3,1,8,8")
+    assert torch.export.load(out).module()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    ok("export", path, out, *named, "--data", "digits", "--batch", 2)
+    assert torch.export.load(out).module()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_fewer_images_to_score_on_than_asked_for_are_mentioned(dense: Path) -> None:
+    result = invoke("score", dense, "--criterion", "l1", "--calibration", 10**6)
+    assert result.exit_code == 0
+    assert "training images, not 1000000: all of them are used" in result.stderr
 
 
 # ---- code that a checkpoint names ---------------------------------------------------------------------------
@@ -309,10 +359,16 @@ def test_a_resumed_training_ends_as_an_unbroken_one(tiny: Path, monkeypatch) -> 
 
 
 def small_config(folder: Path, model: str = "tinynet:build", **changes: str) -> Path:
-    values = {"top": "", "dense": 'recipe = "digits"\nepochs = 1', "prune": 'criterion = "l1"\nparams = 0.5'} | changes
+    values = {
+        "top": "",
+        "calibration": "32",
+        "dense": 'recipe = "digits"\nepochs = 1',
+        "prune": 'criterion = "l1"\nparams = 0.5',
+    } | changes
     path = folder / "config.toml"
     path.write_text(
-        f'model = "{model}"\ndata = "digits"\nout = "{(folder / "out").as_posix()}"\ncalibration = 32\n'
+        f'model = "{model}"\ndata = "digits"\nout = "{(folder / "out").as_posix()}"\n'
+        f"calibration = {values['calibration']}\n"
         f'{values["top"]}\n[dense]\n{values["dense"]}\n[finetune]\nrecipe = "digits-finetune"\nepochs = 1\n'
         f'teacher = true\n[[prune]]\nname = "L1"\n{values["prune"]}\n'
     )
@@ -377,9 +433,11 @@ def test_run_goes_on_after_an_interruption(tmp_path: Path, dense: Path, monkeypa
         ({"top": "sedes = [1]"}, ["'sedes'", "known keys: model, data"]),
         ({"dense": 'recipe = "digits"\nepoch = 3'}, ["'epoch' in [dense]", "epochs, batch"]),
         ({"prune": 'critereon = "l1"\nparams = 0.5'}, ["'critereon' in [[prune]] entry 1", "criterion"]),
-        ({"prune": "params = 2.0"}, ["params=2.0", "LEFT"]),
+        ({"prune": "params = 2.0"}, ["params = 2.0", "LEFT"]),
         ({"prune": 'params = "half"'}, ["params is 'half'", "a number"]),
         ({"top": 'seeds = ["a"]'}, ["seeds is ['a']"]),
+        ({"top": "probes = 1"}, ["probes is 1"]),
+        ({"calibration": "0"}, ["calibration is 0", "at least 1"]),
         ({"top": "seeds = []"}, ["at least one"]),
         ({"dense": 'recipe = "quick"'}, ["unknown recipe 'quick'"]),
         ({"dense": ""}, ["either a recipe to train by or a checkpoint"]),

@@ -249,3 +249,22 @@ def test_every_error_is_a_hap_error_and_a_value_error() -> None:
     assert issubclass(hap.HapError, ValueError)
     with pytest.raises(ValueError, match="expected exactly one"):
         hap.Budget()
+
+
+def test_patterns_must_match_and_are_not_strings() -> None:
+    model, example = CASES["residual"]()
+    for options, message in (({"ignore": "stem*"}, "ignore is the string"), ({"ignore": ("zzz",)}, "matches no group")):
+        with pytest.raises(hap.HapError, match=message):
+            hap.trace(model, example, **options)
+    groups = hap.trace(model, example)
+    scores = {n: torch.rand(len(g)) for n, g in groups.items()}
+    for leave, message in (("stem*", "Limits.leave is the string"), (("zzz",), "matches no group")):
+        with pytest.raises(hap.HapError, match=message):
+            hap.plan(groups, scores, hap.Budget(params=0.5), limits=hap.Limits(leave=leave))
+
+
+def test_any_producer_names_its_group() -> None:
+    model, example = CASES["residual"]()
+    joint = hap.trace(model, example)
+    other = next(p.weight.rpartition(".")[0] for p in joint["stem.0"].producers[1:])
+    assert "stem.0" not in hap.trace(model, example, ignore=(other,))

@@ -176,14 +176,15 @@ def test_least_squares_uses_only_the_inputs_that_stay() -> None:
     assert torch.allclose(pruned[2].implant.conv.weight[:, :, 0, 0], fit, rtol=1e-3, atol=1e-5)
 
 
-def test_calibration_batches_matter_and_default_to_the_example() -> None:
+def test_calibration_batches_matter_and_without_them_implants_start_at_the_centre() -> None:
     model, example, groups = two_layers(kernel_size=3, padding=1)
     plan = hap.draft(groups, {}, {"0": [1, 5]}, hap.Pointwise(init="lstsq"))
     made = [
         hap.apply_(copy.deepcopy(model), plan, example=example, batches=b)[0].implant.conv.weight
         for b in (None, [(example, None)], [(example.flip(0).square(), None)])
     ]
-    assert torch.equal(made[0], made[1]) and not torch.allclose(made[0], made[2])
+    assert torch.equal(made[0][:, :, 0, 0], model[0].weight[[1, 5], :, 1, 1])
+    assert not torch.allclose(made[1], made[2]) and not torch.allclose(made[0], made[1])
     with pytest.raises(hap.HapError, match="batches yields nothing"):
         hap.apply_(copy.deepcopy(model), plan, example=example, batches=[])
 

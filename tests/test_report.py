@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -96,6 +97,17 @@ def test_rows_are_means_over_seeds_against_the_dense_network(folder: Path) -> No
     assert ours.deviation == pytest.approx(0.005 * 2**0.5)
     assert (ours.params_left, ours.macs_left, ours.speed) == (0.3, 0.3, 2.0)
     assert other.speed == 2.5
+
+
+def test_latency_and_speed_never_disagree() -> None:
+    """Each run has a load of its own; its ratio holds, and latencies are told against the pooled dense one."""
+    runs = [record("HAP", i, 0.9, latency=2.0 * load) for i, load in enumerate((3.0, 1.0, 1.1))]
+    loads = (30.0, 5.0, 5.5)
+    runs = [replace(r, dense=replace(r.dense, latency=dense)) for r, dense in zip(runs, loads, strict=True)]
+    dense, ours = summarise([record("Dense"), *runs])
+    assert dense.latency == 7.75
+    assert ours.speed == 2.5
+    assert ours.latency == pytest.approx(dense.latency / ours.speed)
 
 
 def test_the_page_is_whole_and_loads_nothing(folder: Path) -> None:

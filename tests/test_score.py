@@ -454,3 +454,31 @@ def test_scores_of_a_pruned_model_with_implants() -> None:
     scores = hap.score(model, groups, batches, loss, "hessian")
     assert groups.units > 0 and scores.about["method"] == "exact"
     assert close(scores, truth(model, groups, batches, loss))
+
+
+def test_exact_is_refused_where_the_first_axis_is_not_the_samples() -> None:
+    class SequenceFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(F.relu(self.a(x.transpose(0, 1)))).mean(0)
+
+    model, x, y = SequenceFirst().double().eval(), torch.randn(5, 5, 4).double(), torch.randint(0, 3, (5,))
+    groups = hap.trace(model, x)
+    assert hap.score(model, groups, [(x, y)], F.cross_entropy).about["method"] == "hutchinson"
+    with pytest.raises(hap.HapError, match=r"first axis of what a\.weight reads is not that of the samples"):
+        hap.score(model, groups, [(x, y)], F.cross_entropy, hap.HessianTrace(method="exact"))
+
+
+def test_a_compiled_model_scores_like_the_plain_one() -> None:
+    model, groups, batches, loss = problem("residual")
+    plain = hap.score(model, groups, batches, loss)
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="eager")
+    assert close(hap.score(compiled, groups, batches, loss), plain, 1e-10)
+    wrapped = torch.compile(model, backend="eager")
+    scores = hap.score(wrapped, hap.trace(wrapped, batches[0][0]), batches, loss)
+    assert scores.about["method"] == "exact"
+    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(scores.values(), plain.values(), strict=True))

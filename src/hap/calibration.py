@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.examples import call_arguments, evaluating
@@ -16,14 +17,14 @@ from hap.examples import call_arguments, evaluating
 RIDGE = 1e-6
 
 
-def inputs_of(batches: Iterable[Any] | None, labelled: bool = True) -> Iterator[Any]:
-    """The inputs of (input, target) batches; refuses an empty iterable."""
+def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
+    """The inputs of (input, target) batches, on a device; refuses an empty iterable."""
     count = 0
     for batch in batches or ():
         count += 1
-        if labelled and not (isinstance(batch, tuple | list) and len(batch) == 2):
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        yield batch[0] if labelled else batch
+        yield pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, batch[0])
     if not count:
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
 
@@ -52,7 +53,7 @@ def patches(module: nn.Module, x: Tensor) -> Tensor:
     return columns.transpose(1, 2).flatten(0, 1)
 
 
-def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any], labelled: bool = True) -> dict[str, Tensor]:
+def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dict[str, Tensor]:
     """For each named convolution or linear layer the sum of x x^T over all positions, x as in `patches`."""
     sums: dict[str, Tensor] = {}
 
@@ -64,7 +65,7 @@ def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any], labell
         return see
 
     with evaluating(model), torch.no_grad(), watching(model, {n: add(n) for n in names}):
-        for x in inputs_of(batches, labelled):
+        for x in inputs_of(batches, next(model.parameters()).device):
             args, kwargs = call_arguments(x)
             model(*args, **kwargs)
     return sums
@@ -85,10 +86,10 @@ def regress(weight: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
 
 
 def pointwise_fits(model: nn.Module, wanted: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]],
-                   batches: Iterable[Any], labelled: bool) -> dict[str, Tensor]:  # fmt: skip
+                   batches: Iterable[Any]) -> dict[str, Tensor]:  # fmt: skip
     """Least-squares 1x1 kernels (rows, inputs) for the given rows of each convolution, from the inputs that stay."""
     modules = dict(model.named_modules())
-    sums = grams(model, wanted, batches, labelled)
+    sums = grams(model, wanted, batches)
     fits = {}
     for name, (rows, inputs) in wanted.items():
         conv = modules[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.files import write_atomic
+from hap.implants import ImplantModule
 from hap.plans import Plan
-from hap.surgery import check_fits, rebuild_
+from hap.surgery import Stream, rebuild_
 
 FORMAT = 1
 
@@ -27,25 +28,33 @@ class Checkpoint:
     """What a checkpoint says of itself, without its tensors."""
 
     format: int
-    plan: Plan | None
+    plans: tuple[Plan, ...]
     recipe: dict[str, Any] | None
     metrics: dict[str, Any]
     about: dict[str, Any]
     aliases: dict[str, str]
     shapes: dict[str, list[int]]
 
+    @property
+    def plan(self) -> Plan | None:
+        """The last plan that was carried out, if any."""
+        return self.plans[-1] if self.plans else None
 
-def save(path: str | Path, model: nn.Module, plan: Plan | None = None, *, recipe: Any = None,
+
+def save(path: str | Path, model: nn.Module, plan: Plan | Sequence[Plan] | None = None, *, recipe: Any = None,
          metrics: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None) -> Path:  # fmt: skip
     """Write a model, and the plan that pruned it, to one file; returns the path.
 
+    A model that was pruned several times needs all its plans, in order.
     The file is complete or not there: it is written under a temporary name and renamed.
     """
     path = Path(path)
+    plans = [plan] if isinstance(plan, Plan) else list(plan or ())
+    _check_made_by(model, plans)
     tensors, aliases = _distinct(model.state_dict())
     header = {
         "format": FORMAT,
-        "plan": plan.to_dict() if plan is not None else None,
+        "plans": [p.to_dict() for p in plans],
         "recipe": recipe.to_dict() if hasattr(recipe, "to_dict") else recipe,
         "metrics": dict(metrics or {}),
         "about": dict(about or {}),
@@ -57,6 +66,20 @@ def save(path: str | Path, model: nn.Module, plan: Plan | None = None, *, recipe
         raise HapError(f"recipe, metrics and about must be JSON: {error}") from error
     write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
     return path
+
+
+def _check_made_by(model: nn.Module, plans: list[Plan]) -> None:
+    """Refuse what could not be loaded again: a model that these plans do not lead to."""
+    if not plans and any(isinstance(m, ImplantModule | Stream) for m in model.modules()):
+        raise HapError("the model is pruned, so it can be loaded again only with its plan: pass the plan to hap.save")
+    state = model.state_dict()
+    for cut in plans[-1].cuts if plans else ():
+        seen = state[cut.name].shape[cut.dim] if cut.name in state else None
+        if seen != len(cut.keep):
+            raise HapError(
+                f"the plan does not lead to this model: it leaves {len(cut.keep)} on axis {cut.dim} of {cut.name}, "
+                f"which has {seen}. Apply the plan first; for a model pruned several times pass all plans in order."
+            )
 
 
 def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -84,12 +107,12 @@ def read(path: str | Path) -> Checkpoint:
             f"{path} has format {header.get('format')}; this version of HAP reads up to {FORMAT}. Upgrade HAP."
         )
     try:
-        plan = Plan.from_dict(header["plan"]) if header["plan"] is not None else None
+        plans = tuple(Plan.from_dict(p) for p in header["plans"])
     except HapError as error:
         raise HapError(f"{path}: {error}") from error
     return Checkpoint(
         header["format"],
-        plan,
+        plans,
         header["recipe"],
         header["metrics"],
         header["about"],
@@ -98,7 +121,7 @@ def read(path: str | Path) -> Checkpoint:
     )
 
 
-KINDS = {"plan": dict | None, "recipe": dict | None, "metrics": dict, "about": dict, "aliases": dict}
+KINDS = {"plans": list, "recipe": dict | None, "metrics": dict, "about": dict, "aliases": dict}
 
 
 def _header(path: str | Path, text: str | None) -> dict[str, Any]:
@@ -111,6 +134,8 @@ def _header(path: str | Path, text: str | None) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if header["format"] == FORMAT and (name not in header or not isinstance(header[name], kind)):
             raise HapError(f"{path} is damaged: its header has no valid {name!r}")
+    if not all(isinstance(name, str) for name in (header.get("aliases") or {}).values()):
+        raise HapError(f"{path} is damaged: its aliases are not names")
     return header
 
 
@@ -122,15 +147,15 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     checkpoint = read(path)
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in checkpoint.shapes}
-    if checkpoint.plan is not None:
-        try:
-            check_fits(model, checkpoint.plan)
-        except HapError as error:
-            raise HapError(f"{path} was saved from another model: {error}") from error
-        _compare(path, checkpoint, rebuild_(copy.deepcopy(model), checkpoint.plan))
-        rebuild_(model, checkpoint.plan)
-    else:
-        _compare(path, checkpoint, model)
+    trial = copy.deepcopy(model)
+    try:
+        for plan in checkpoint.plans:
+            rebuild_(trial, plan)
+    except HapError as error:
+        raise HapError(f"{path} was saved from another model: {error}") from error
+    _compare(path, checkpoint, trial)
+    for plan in checkpoint.plans:
+        rebuild_(model, plan)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.data.copy_(tensors[checkpoint.aliases.get(name, name)])

@@ -7,13 +7,16 @@ a *group*. In `union` coupling a unit may feed a *stream* class, which lives as 
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hap.errors import HapError
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -39,6 +42,11 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.classes)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The group's name and the modules whose weights compute its units."""
+        return (self.name, *(p.weight.rpartition(".")[0] for p in self.producers))
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,20 @@ class Groups(Mapping[str, Group]):
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    def matching(self, patterns: Sequence[str], option: str) -> list[str]:
+        """Groups of which the name, or a module that computes their units, matches a shell pattern."""
+        if isinstance(patterns, str):
+            raise HapError(
+                f"{option} is the string {patterns!r}; expected a tuple of names or patterns, such as ({patterns!r},)"
+            )
+        found = {
+            p: [n for n, g in self.groups.items() if any(fnmatch.fnmatchcase(m, p) for m in g.modules)]
+            for p in patterns
+        }
+        if nothing := [p for p, names in found.items() if not names]:
+            raise HapError(f"{option} has {nothing[0]!r}, which matches no group; groups are {', '.join(self.groups)}")
+        return list(dict.fromkeys(n for names in found.values() for n in names))
 
     @property
     def units(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,10 +69,8 @@ class Limits:
         if self.minimum < 1 or self.round_to < 1:
             raise HapError(f"minimum={self.minimum}, round_to={self.round_to}; expected at least 1 for both")
 
-    def removable(self, name: str, units: int) -> int:
+    def removable(self, units: int) -> int:
         """How many of a group's units may go."""
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.leave):
-            return 0
         return max(0, min(math.floor(units * self.per_layer), units - self.minimum))
 
 
@@ -115,8 +112,12 @@ class _Search:
         if implant is not None and implant.blind:
             self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
         if per_cost:
-            self.rank = self.rank / self._saved()
+            saved = self._saved()
+            self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)
         self.eligible = _eligible(groups)[self.classes]
+        self.streams: dict[int, list[int]] = {}
+        for source, target in groups.feeds.tolist():
+            self.streams.setdefault(source, []).append(target)
         self.order = self._removal_order(names)
 
     def _saved(self) -> NDArray[np.float64]:
@@ -134,14 +135,20 @@ class _Search:
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         removable = np.zeros(len(order), dtype=bool)
+        left_alone = self.groups.matching(self.limits.leave, "Limits.leave")
         for g, name in enumerate(names):
+            if name in left_alone:
+                continue
             members = np.flatnonzero(self.group == g)
             worst_first = members[np.argsort(place[members])]
-            removable[worst_first[: self.limits.removable(name, len(members))]] = True
+            removable[worst_first[: self.limits.removable(len(members))]] = True
         for classes in self.groups.axes.values():  # no layer may lose its last input or output
             if (classes != 0).all() and len(able := np.flatnonzero(self.groups.sustaining(self.classes, classes))):
                 removable[able[np.argmax(place[able])]] = False
-        return order[removable[order]]
+        order = order[removable[order]]
+        if self.implant is not None and self.implant.blind:  # what an implant cannot replace goes last
+            order = order[np.argsort(~self.eligible[order], kind="stable")]
+        return order
 
     def marking(self, count: int) -> tuple[Bools, Bools]:
         """The classes kept (implants included) and implanted when the first `count` units of the order go."""
@@ -203,7 +210,7 @@ class _Search:
             c = self.classes[unit]
             if kept[c] and not grafted[c]:
                 continue
-            kind = (int(self.kind[unit]), bool(grafted[c]), tuple(live[self.groups.streams(c)].tolist()))
+            kind = (int(self.kind[unit]), bool(grafted[c]), tuple(live[self.streams.get(int(c), [])]))
             if kind in hopeless or (block := self._block(unit, kept & ~grafted)) is None:
                 continue
             more, fewer = kept.copy(), grafted.copy()

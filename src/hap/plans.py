@@ -76,6 +76,10 @@ class Plan:
     """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
     example: Any
 
+    def kept_inputs(self) -> dict[str, tuple[int, ...]]:
+        """The input channels that stay, of each convolution or linear weight that loses some."""
+        return {cut.name: cut.keep for cut in self.cuts if cut.dim == 1}
+
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("cuts", "grafts", "widenings", "resizes"):

@@ -178,6 +178,8 @@ def _plain(value: Any) -> Any:
 
 def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
     """Operands share labels position by position; an operand of size 1 along an axis has no say there."""
+    if not isinstance(node.meta["val"], Tensor):
+        return freeze_all(tracer, node, "has several results")
     ndim = node.meta["val"].ndim
     tensors = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
     matrices = [a for a in tensors if (p := tracer.parameter(a)) and sum(s > 1 for s in tracer.shapes[p]) > 1]
@@ -200,6 +202,8 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
                 tracer.partial.append((result.numpy(), labels.numpy(), [d for d, size in enumerate(shape) if size > 1]))
             elif _lacks_axis(known, labels):
                 tracer.partial.append((labels.numpy(), result.numpy(), [d for d, size in enumerate(known) if size > 1]))
+            elif varies(result) != varies(labels):
+                tracer.freeze(result if varies(result) else labels, name, "meets something that is never cut")
             else:
                 tracer.join(result.numpy(), labels.numpy())
             first, second = torch.broadcast_tensors(result, labels)
@@ -233,6 +237,8 @@ def _tie_matrix(tracer: Tracer, parameter: str, labels: Tensor) -> None:
     shared = [d for d in varying if d >= lead and shape[d - lead] > 1]
     if len(varying) == len(shared) == 1:
         tracer.tie(parameter, shared[0] - lead, labels.flatten().numpy(), "free")
+    elif shared and len(varying) > len(shared):  # it lacks an axis: no say, if whole indices of that one go
+        tracer.partial.append((labels.numpy(), np.zeros([1] * labels.ndim, dtype=np.int64), shared))
     elif shared or (labels.numel() == 1 and varies(labels)):
         tracer.freeze(labels, parameter, "a parameter that would have to be cut along several axes")
 
@@ -258,8 +264,10 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         tracer.shaped.append((tracer.module(node), result))
         return result
     if short_name(node) in PARTS and len({r.shape for r in result}) == 1:
-        for part in result[1:]:  # a forward that asks for equal parts goes on getting those it got before
-            tracer.join(result[0].numpy(), part.numpy())
+        stacked = compress(
+            torch.stack(list(result))
+        )  # a forward that asks for equal parts goes on getting the same ones
+        tracer.join(stacked.numpy(), stacked[:1].numpy())
     return [compress(r) for r in result]
 
 
@@ -293,7 +301,9 @@ def pooling(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def reduction(tracer: Tracer, node: fx.Node) -> Any:
-    """Sums and means: fine along axes that nobody cuts."""
+    """Sums and means: fine along axes that nobody cuts. `max` and `min` of two tensors are pointwise."""
+    if len(_inputs(tracer, node)) > 1:
+        return pointwise(tracer, node)
     given = arguments(node)
     dims, value = given.get("dim"), node.meta["val"]
     labels = next(iter(_inputs(tracer, node)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import fnmatch
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from hap.errors import HapError
 from hap.examples import call_arguments, describe, evaluating, run
 from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Product, Scatter, Site, Term, components
 from hap.plans import draft
-from hap.surgery import apply_
+from hap.surgery import check_by_running
 
 COUPLINGS = ("joint", "union")
 
@@ -41,7 +39,7 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     tracer = Tracer(model, _capture(model, example), coupling)
     tracer.run()
     groups = tracer.finish(describe(example))
-    for name in [n for n in groups if any(fnmatch.fnmatchcase(n, pattern) for pattern in ignore)]:
+    for name in groups.matching(ignore, "ignore"):
         tracer.freeze(groups[name].classes, name, "left alone as asked")
     groups = tracer.finish(describe(example))
     trial = Trial(model, example, groups, tracer.sized_classes(), tracer.counting_attributes())
@@ -108,10 +106,13 @@ class Trial:
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length] = ()) -> bool:
+        """Whether the model does without parts of these groups. Those under a norm apart: their values must change."""
         groups = replace(self.groups, lengths=(*self.groups.lengths, *lengths))
+        spanned = [n for n in names if not self.groups.spanned.isdisjoint(self._reach(n).tolist())]
         try:
-            for removed in self.removals:
-                apply_(copy.deepcopy(self.model), draft(groups, {n: removed[n] for n in names}), example=self.example)
+            for part in ([n for n in names if n not in spanned], spanned):
+                for removed in self.removals if part else ():
+                    check_by_running(self.model, draft(groups, {n: removed[n] for n in part}), {}, self.example)
         except HapError:
             return False
         return True
@@ -380,7 +381,8 @@ class Tracer:
         orphans = np.setdiff1d(present, np.concatenate([np.zeros(1, np.int64), *made]))
         if not len(orphans):
             return root
-        self.join(orphans, np.zeros_like(orphans))
+        kept = [key[0] for key, labels in self.axes.items() if np.isin(root[labels], orphans).any()]
+        self.freeze(orphans, ", ".join(dict.fromkeys(kept)), "no layer computes it")
         return self._resolve()
 
     def _resolve(self) -> Ints:
@@ -422,34 +424,29 @@ class Tracer:
         return False
 
     def _groups(self, axes: dict[tuple[str, int], Ints], feeds: Ints) -> dict[str, Group]:
-        outputs = [key for key, role in self.roles.items() if role == "out"]
-        home: dict[int, tuple[str, int]] = {}
-        for key in outputs:
-            for c in axes[key].tolist():
-                home.setdefault(c, key)
-        members: dict[tuple[str, int], dict[int, int]] = {}
-        for key in outputs:
-            for c in axes[key].tolist():
-                if c and home[c] == key:
-                    members.setdefault(key, {}).setdefault(c, len(members[key]))
-        owners = Counter(key[0].rpartition(".")[0] for key in members)
-        groups = {}
-        for key, units in members.items():
-            owner = key[0].rpartition(".")[0]
-            name = owner if owner and owners[owner] == 1 else key[0]  # a module with several weights names them
-            groups[name] = self._group(name, units, axes, feeds)
-        return groups
-
-    def _group(self, name: str, units: dict[int, int], axes: dict[tuple[str, int], Ints], feeds: Ints) -> Group:
-        producers, consumers = [], []
-        classes = np.array(list(units), dtype=np.int64)
-        streams = feeds[np.isin(feeds[:, 0], classes), 1]
-        read = np.setdiff1d(np.concatenate([classes, streams]), [0])
+        """Units by the first weight that computes them, with all weights that compute or read them."""
+        owner = np.full(self._next, -1, dtype=np.int64)
+        unit = np.full(self._next, -1, dtype=np.int64)
+        homes: list[tuple[tuple[str, int], Ints]] = []
+        for key in (k for k, role in self.roles.items() if role == "out"):
+            classes = np.array([c for c in dict.fromkeys(axes[key].tolist()) if c and owner[c] < 0], dtype=np.int64)
+            if len(classes):
+                owner[classes], unit[classes] = len(homes), np.arange(len(classes))
+                homes.append((key, classes))
+        producers: list[list[Producer]] = [[] for _ in homes]
+        consumers: list[list[tuple[str, int]]] = [[] for _ in homes]
         for key, labels in axes.items():
-            role = self.roles[key]
-            if role == "out" and np.isin(labels, classes).any():
-                unit = np.array([units.get(c, -1) for c in labels.tolist()], dtype=np.int64)
-                producers.append(Producer(*key, unit))
-            elif role == "in" and np.isin(labels, read).any():
-                consumers.append(key)
-        return Group(name, classes, tuple(producers), tuple(consumers))
+            if self.roles[key] == "out":
+                for g in np.unique(owner[labels[owner[labels] >= 0]]):
+                    producers[g].append(Producer(*key, np.where(owner[labels] == g, unit[labels], -1)))
+            elif self.roles[key] == "in":
+                read = np.concatenate([labels, feeds[np.isin(feeds[:, 1], labels[labels > 0]), 0]])
+                for g in np.unique(owner[read[owner[read] >= 0]]):
+                    consumers[g].append(key)
+        modules = Counter(key[0].rpartition(".")[0] for key, _ in homes)
+        groups = {}
+        for g, (key, classes) in enumerate(homes):
+            module = key[0].rpartition(".")[0]
+            name = module if module and modules[module] == 1 else key[0]  # a module with several weights names them
+            groups[name] = Group(name, classes, tuple(producers[g]), tuple(consumers[g]))
+        return groups

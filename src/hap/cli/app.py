@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 import hap
 from hap.cli.screen import error_line
+from hap.cli.wording import in_words_of
 from hap.errors import HapError
 
 
@@ -20,7 +21,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except HapError as error:
-            error_line(f"error: {error}")
+            error_line(f"error: {in_words_of(ctx.invoked_subcommand, str(error))}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             error_line("interrupted: nothing was written; the same command starts again")

@@ -15,7 +15,7 @@ from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved,
 from hap.cli.screen import out as screen
 from hap.cli.screen import percent, plan_table, share, table, working, wrote
 from hap.errors import HapError
-from hap.experiments.networks import measure, stored_example
+from hap.experiments.networks import load_data, measure, stored_example
 
 
 def evaluate(
@@ -54,22 +54,38 @@ def evaluate(
 def export(
     checkpoint: Saved,
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .onnx or .pt2.")],
-    batch: Annotated[int, typer.Option(min=1, help="Images per call.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per call. Default: 1")] = None,
+    input_shape: Annotated[
+        str | None, typer.Option(help="The input's shape with its batch, such as 1,3,32,32. Default: the checkpoint's.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Take the input's shape from this data instead.")] = None,
     model: Model = None,
+    data_root: DataRoot = None,
+    image_size: ImageSize = None,
 ) -> None:
-    """Write a network as ONNX or as a torch.export program.
+    """Write a network as ONNX or as a torch.export program, which read inputs of one fixed shape.
 
     \b
     Examples:
       hap export runs/pruned.safetensors runs/pruned.onnx
       hap export runs/pruned.safetensors runs/pruned.pt2 --batch 32
+      hap export mine.safetensors mine.onnx --model resnet56 --input-shape 1,3,32,32
     """
+    shape = _shape(input_shape) if input_shape is not None else None
+    if shape is not None and (data is not None or batch is not None):
+        raise HapError("--input-shape says it all, its batch included; leave out --data and --batch")
     if out.suffix not in (".onnx", ".pt2"):
         raise HapError(f"cannot export to {out}: the name must end in .onnx or .pt2")
     check_out(out)
-    network, saved, _ = opened(checkpoint, model, "cpu")
+    network, saved, spec = opened(checkpoint, model, "cpu")
+    if shape is not None:
+        example = torch.zeros(shape)
+    elif data is not None:
+        example = torch.zeros(batch or 1, *load_data(data, spec, data_root, image_size).train.images.shape[1:])
+    else:
+        example = stored_example(saved, checkpoint, batch or 1)
     with working(f"exporting to {out.name}"):
-        hap.export(out, network, stored_example(saved, checkpoint, batch))
+        hap.export(out, network, example)
     wrote(out)
 
 
@@ -111,6 +127,13 @@ def where(network: nn.Module) -> str:
     """The device, in words that say how latencies are taken."""
     device = next(iter(network.parameters())).device
     return "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _shape(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise HapError(f"--input-shape is {text!r}; expected whole numbers with commas, such as 1,3,32,32")
+    return [int(part) for part in parts]
 
 
 def _plain(value: Any) -> str:

@@ -71,6 +71,12 @@ def allow_local_modules() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
+def check_not_input(path: Path, *inputs: Path | None) -> None:
+    """Refuse to write over a file that the command reads."""
+    if any(path.resolve() == read.resolve() for read in inputs if read is not None):
+        raise HapError(f"--out is {path}, which the command reads and would overwrite; give another name")
+
+
 def check_out(path: Path) -> Path:
     """Refuse a place that cannot be written to before the work, not after it."""
     if path.is_dir():
@@ -81,8 +87,9 @@ def check_out(path: Path) -> Path:
     return path
 
 
-def check_saved_name(path: Path) -> Path:
-    """Checkpoints are safetensors files, and say so."""
+def check_saved_name(path: Path, *inputs: Path | None) -> Path:
+    """Checkpoints are safetensors files, and say so; none takes the place of a file that it is made from."""
+    check_not_input(path, *inputs)
     if path.suffix != ".safetensors":
         raise HapError(f"{path} is to be a checkpoint; its name must end in .safetensors")
     return check_out(path)

@@ -23,13 +23,14 @@ from hap.cli.options import (
     Probes,
     Saved,
     Seed,
+    check_not_input,
     check_out,
     check_saved_name,
     data_for,
     opened,
 )
+from hap.cli.screen import error_line, percent, plan_table, say, share, table, working, wrote
 from hap.cli.screen import out as screen
-from hap.cli.screen import percent, plan_table, say, share, table, working, wrote
 from hap.cost import Count
 from hap.data import Data
 from hap.errors import HapError
@@ -37,7 +38,7 @@ from hap.experiments.config import PruneStep
 from hap.experiments.networks import about, example_of
 from hap.experiments.results import read_json
 from hap.experiments.run import digest
-from hap.experiments.steps import prune_step, score_step
+from hap.experiments.steps import fewer, prune_step, score_step
 from hap.files import write_json
 from hap.groups import Groups
 from hap.plans import Plan
@@ -69,9 +70,11 @@ def score(
     """
     step = PruneStep("score", criterion, params=1.0, coupling=coupling, probes=probes)
     if out is not None:
+        check_not_input(out, checkpoint)
         check_out(out)
     network, saved, spec = opened(checkpoint, model, device)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    _warn(fewer(found, calibration))
     with working("scoring") as tell:
         _, scores = score_step(network, found, step, calibration, seed, tell)
     screen().print(_score_table(scores, criterion))
@@ -142,11 +145,12 @@ def prune(
     """
     step = PruneStep("prune", criterion, params, flops, channels, implant, implant_kind, implant_init, coupling, probes,
                      per_layer, round_to, tuple(leave or ()), per_cost, compensate)  # fmt: skip
-    check_saved_name(out)
+    check_saved_name(out, checkpoint, scores)
     network, saved, spec = opened(checkpoint, model, device)
     if saved.plan is not None:
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    _warn(fewer(found, calibration))
     before, cost_before = hap.evaluate(network, found), _cost(network, found)
     with working("pruning") as tell:
         groups, values = _scores(network, found, step, scores, checkpoint, calibration, seed, tell)
@@ -158,6 +162,11 @@ def prune(
     described = {**about(spec, found), "prune": dataclasses.asdict(step), "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics={**metrics, "dense": dense}, about=described)
     wrote(out)
+
+
+def _warn(text: str | None) -> None:
+    if text is not None:
+        error_line(f"note: {text}")
 
 
 def _cost(network: nn.Module, data: Data) -> Count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,9 @@ RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
 Rate = Annotated[float | None, typer.Option("--lr", help="The highest learning rate, instead of the recipe's.")]
 Batch = Annotated[int | None, typer.Option(help="Images per step, instead of the recipe's.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start anew, also over another training's checkpoint or its interrupted state.")
+]
 Log = Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")]
 
 
@@ -52,6 +56,7 @@ def train(
     device: Device = None,
     seed: Seed = 0,
     log: Log = None,
+    anew: Fresh = False,
 ) -> None:
     """Train a network from scratch. After Ctrl-C the same command goes on.
 
@@ -69,9 +74,11 @@ def train(
         models.info(model)
     with working("reading the data"):
         found = load_data(data, model, data_root, image_size).to(where)
+    path, described = check_saved_name(out), about(model, found)
+    _make_way(path, chosen, described, anew)
     network = fresh(model, found.classes, seed).to(where)
     check_reads(network, found, model)
-    _train_and_save(network, found, chosen, check_saved_name(out), about(model, found), None, None, log)
+    _train_and_save(network, found, chosen, path, described, (), None, log)
 
 
 def finetune(
@@ -97,6 +104,7 @@ def finetune(
     device: Device = None,
     seed: Seed = 0,
     log: Log = None,
+    anew: Fresh = False,
 ) -> None:
     """Train a pruned (or dense) network further. After Ctrl-C the same command goes on.
 
@@ -112,10 +120,10 @@ def finetune(
     chosen = _with_teacher(chosen, teacher, distill)
     guide = opened(teacher, model, device)[0] if teacher is not None else None
     path = out or checkpoint.with_name(f"{checkpoint.stem}-finetuned.safetensors")
-    if path.resolve() == checkpoint.resolve():
-        raise HapError(f"--out is the checkpoint itself, {path}; give another name")
+    check_saved_name(path, checkpoint, teacher)
     described = {**about(spec, found), "finetuned_from": checkpoint.name}
-    _train_and_save(network, found, chosen, check_saved_name(path), described, saved.plan, guide, log)
+    _make_way(path, chosen, described, anew)
+    _train_and_save(network, found, chosen, path, described, saved.plans, guide, log)
 
 
 def _chosen(name: str | None, default: str, seed: int, epochs: int | None, lr: float | None,
@@ -133,9 +141,32 @@ def _with_teacher(recipe: Recipe, teacher: Path | None, distill: float | None) -
     return dataclasses.replace(recipe, distill=distill if distill is not None else recipe.distill or DISTILL)
 
 
+def _state(path: Path) -> Path:
+    """Where an interrupted training waits."""
+    return path.with_name(f"{path.stem}.training.safetensors")
+
+
+def _make_way(path: Path, recipe: Recipe, described: dict[str, Any], anew: bool) -> None:
+    """Refuse to replace a finished training by another one; the same one again, or going on, is fine."""
+    if anew:
+        _state(path).unlink(missing_ok=True)
+        return
+    if _state(path).exists() or not path.exists():
+        return
+    found = hap.read(path)
+    wanted = {"finetuned_from": None, **described, **recipe.to_dict()}
+    there = {**found.about, **(found.recipe or {})}
+    if other := [name for name, value in wanted.items() if there.get(name) != value]:
+        name = other[0]
+        raise HapError(
+            f"{path} is there already and is no result of this training ({name} is {there.get(name)}, not "
+            f"{wanted[name]}); give another --out, or --fresh to replace it"
+        )
+
+
 def _train_and_save(network: nn.Module, data: Data, recipe: Recipe, path: Path, described: dict[str, Any],
-                    plan: Plan | None, teacher: nn.Module | None, log: Path | None) -> None:  # fmt: skip
-    state = path.with_name(f"{path.stem}.training.safetensors")
+                    plans: Sequence[Plan], teacher: nn.Module | None, log: Path | None) -> None:  # fmt: skip
+    state = _state(path)
     if state.exists():
         say(f"going on from {state}")
     with resumable(f"the same command goes on from the last finished epoch ({state} keeps it)"):
@@ -146,7 +177,7 @@ def _train_and_save(network: nn.Module, data: Data, recipe: Recipe, path: Path, 
             "accuracy": found.accuracy, "loss": found.loss, "params": count.params, "macs": count.macs,
             "seconds": sum(history.seconds),
         }  # fmt: skip
-        hap.save(path, network, plan, recipe=recipe, metrics=metrics, about=described)
+        hap.save(path, network, plans, recipe=recipe, metrics=metrics, about=described)
         state.unlink(missing_ok=True)
     say(f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
         f"in {sum(history.seconds):.0f} s")  # fmt: skip

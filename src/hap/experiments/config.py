@@ -143,6 +143,8 @@ class Experiment:
             raise HapError(f"the name {twice[0]!r} of a [[prune]] entry is taken; give each its own")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise HapError(f"seeds are {list(self.seeds)}; expected at least one, each once")
+        if self.calibration < 1:
+            raise HapError(f"calibration is {self.calibration}; expected at least 1 image to score on")
         if self.threads < 0:
             raise HapError(f"threads is {self.threads}; expected 0 for torch's choice, or at least 1")
         if self.probes and self.probes < 2:

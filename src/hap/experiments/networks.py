@@ -23,7 +23,8 @@ from hap.latency import latency
 
 NAMED_DATA = ("digits", "cifar10", "cifar100")
 LATENCY_BATCH = 256
-LATENCY_SECONDS = 0.3
+LATENCY_SECONDS = 0.8
+LATENCY_ROUNDS = (8, 60)
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -122,7 +123,7 @@ def stored_example(checkpoint: Checkpoint, path: str | Path, batch: int = 1) -> 
     """Zeros shaped like the network's input."""
     shape = checkpoint.about.get("input")
     if not (isinstance(shape, list) and shape and all(isinstance(n, int) and n > 0 for n in shape)):
-        raise HapError(f"{path} does not say what its network reads (about.input); save it with hap train or hap prune")
+        raise HapError(f"{path} does not say what its network reads; give --input-shape, such as 1,3,32,32, or --data")
     return torch.zeros(batch, *shape)
 
 
@@ -139,8 +140,10 @@ def measure(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
 
 
 def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, float]]:
-    """For each network the median of several rounds and the distance between quartiles, in milliseconds.
+    """For each network its time and the distance between the quartiles of its rounds, in milliseconds.
 
+    The time of the first is the median over the rounds. That of another is the first's times the median of their ratio
+    in each round: what slows the machine down for a while slows both, and the ratio is what comparisons are about.
     On a CPU one thread is used, since the time of several depends on what else the machine does.
     """
     with threads(1):
@@ -148,10 +151,15 @@ def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, floa
         for model in networks:
             latency(model, batch, runs=2, warmup=1)
         once = (time.perf_counter() - begun) / 3
-        rounds = min(20, max(4, round(LATENCY_SECONDS * len(networks) / (3 * once))))
+        fewest, most = LATENCY_ROUNDS
+        rounds = min(most, max(fewest, round(LATENCY_SECONDS * len(networks) / (3 * once))))
         taken = [[latency(model, batch, runs=2, warmup=1).median for model in networks] for _ in range(rounds)]
-    quartiles = [statistics.quantiles([row[i] for row in taken], n=4) for i in range(len(networks))]
-    return [(median, high - low) for low, median, high in quartiles]
+    first = statistics.median(row[0] for row in taken)
+    found = []
+    for i in range(len(networks)):
+        low, _, high = statistics.quantiles([row[i] for row in taken], n=4)
+        found.append((first * statistics.median(row[i] / row[0] for row in taken), high - low))
+    return found
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from hap.errors import HapError
 from hap.experiments.config import Experiment, PruneStep
 from hap.experiments.networks import about, check_reads, fresh, load_data, measure, open_checkpoint, same, threads
 from hap.experiments.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
-from hap.experiments.steps import probe_record, prune_step, score_step, sensitivity_record
+from hap.experiments.steps import fewer, probe_record, prune_step, score_step, sensitivity_record
 from hap.files import write_json
 from hap.groups import Groups
 from hap.plans import Plan
@@ -64,6 +64,8 @@ class _Runner:
         self.scored: dict[str, tuple[Groups, Scores]] = {}
 
     def run(self) -> list[Result]:
+        if words := fewer(self.data, self.experiment.calibration):
+            self.console.step(words)
         dense, first = self._dense()
         results = [first]
         for step in self.experiment.prune:

@@ -28,6 +28,12 @@ def calibration(data: Data, model: nn.Module, count: int, seed: int) -> list[Bat
     return data.to(device).calibration(min(count, len(data.train)), seed)
 
 
+def fewer(data: Data, count: int) -> str | None:
+    """What to tell where the data has fewer training images than asked for to score on."""
+    found = len(data.train)
+    return f"{data.name} has {found} training images, not {count}: all of them are used" if found < count else None
+
+
 def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say) -> tuple[Groups, Scores]:
     """Trace the model and score its units."""
     batches = calibration(data, model, count, seed)

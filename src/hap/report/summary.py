@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from hap.experiments.results import Result
 
 @dataclass(frozen=True)
 class Row:
-    """One method. `deviation` (of the accuracy over seeds) is None for a single seed; shares and `speed` are against
-    the dense network; `latency` is in milliseconds."""
+    """One method. `deviation` (of the accuracy over seeds) is None for a single seed; shares are against the dense
+    network. `speed` is the median over the runs of how many times faster than the dense network, timed in turns with
+    it; `latency`, in milliseconds, is the dense network's divided by that, so the two never disagree."""
 
     name: str
     accuracies: tuple[float, ...]
@@ -40,15 +40,15 @@ def summarise(results: Sequence[Result]) -> list[Row]:
     by_name: dict[str, list[Result]] = {}
     for result in results:
         by_name.setdefault(result.name, []).append(result)
-    rows = [_row(name, members) for name, members in by_name.items()]
     # The dense network was timed again beside each pruned one; all of that goes into its figure.
     latency = statistics.median(result.dense.latency for result in results)
-    return [dataclasses.replace(row, latency=latency) if row.dense else row for row in rows]
+    return [_row(name, members, latency) for name, members in by_name.items()]
 
 
-def _row(name: str, members: list[Result]) -> Row:
+def _row(name: str, members: list[Result], dense_latency: float) -> Row:
     first = members[0]
     side, dense = first.measured, first.dense
+    speed = statistics.median(r.dense.latency / r.measured.latency for r in members)
     return Row(
         name=name,
         accuracies=tuple(r.measured.accuracy for r in members),
@@ -57,7 +57,7 @@ def _row(name: str, members: list[Result]) -> Row:
         params_left=side.params / dense.params,
         macs=side.macs,
         macs_left=side.macs / dense.macs,
-        latency=statistics.median(r.measured.latency for r in members),
-        speed=statistics.median(r.dense.latency / r.measured.latency for r in members),
+        latency=dense_latency / speed,
+        speed=speed,
         dense=first.pruned is None,
     )

@@ -68,6 +68,8 @@ def score(
     `batches` is any iterable of (input, target); it and `loss` (output, target -> mean over the batch) may be None for
     criteria that need no data. The model is left exactly as found.
     """
-    with torch.no_grad():
+    if not len(groups):
+        raise HapError("nothing in this model can be removed, so there is nothing to score; print(groups) says why")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         scores = as_criterion(criterion).scores(Problem(model, groups, batches, loss))
     return Scores({n: v.cpu() for n, v in scores.items()}, {n: v.cpu() for n, v in scores.errors.items()}, scores.about)

@@ -63,6 +63,11 @@ class Problem:
         if (bad := _unsteady(self.model)) is not None:
             raise HapError(f"{bad} is in training mode, so scores would depend on the batch; call model.eval() first")
         device = next(iter(self.model.parameters())).device
+        if not isinstance(self.given, Iterable):
+            raise HapError(
+                f"batches is a {type(self.given).__name__}; expected an iterable of (input, target), "
+                "such as data.calibration(512)"
+            )
         batches = []
         for batch in self.given:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -76,9 +81,15 @@ class Problem:
         """Output and loss on a batch with these weights in place of the model's own."""
         assert self.loss is not None
         args, kwargs = call_arguments(batch[0])
-        output = torch.func.functional_call(self.model, weights, args, kwargs)
-        _check_labels(output, batch[1], self.loss)
-        loss = self.loss(output, batch[1])
+        try:
+            output = torch.func.functional_call(self.model, weights, args, kwargs)
+            _check_labels(output, batch[1], self.loss)
+            loss = self.loss(output, batch[1])
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, HapError | torch.OutOfMemoryError):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise HapError(f"the model or the loss fails on a calibration batch: {reason}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise HapError(f"the loss returns {_seen(loss)}; expected a tensor with one value, the mean over the batch")
         if not torch.isfinite(loss):

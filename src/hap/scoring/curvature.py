@@ -81,12 +81,30 @@ def why_not_gauss_newton(problem: Problem) -> str | None:
     for name in problem.weights:
         if name not in problem.groups.direct:
             return f"{name} is used other than by one call of the layer that owns it"
-    with torch.no_grad():
-        output, _ = problem.evaluate({}, problem.batches[0])
-    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != samples(problem.batches[0]):
+    batch = _cut(problem.batches[0], slice(8))
+    weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+    with torch.enable_grad(), _recording(problem) as seen:
+        output, _ = problem.evaluate(weights, batch)
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != samples(batch):
         return "the model's output is not one vector per sample"
     if output.shape[1] > MOST_OUTPUTS:
         return f"the model has {output.shape[1]} outputs, more than {MOST_OUTPUTS}"
+    return _mixing_layer(problem, output, seen)
+
+
+def _mixing_layer(problem: Problem, output: Tensor, seen: _Seen) -> str | None:
+    """A layer that cannot be watched sample by sample: its first axis is folded, moved or mixed, or it is hidden."""
+    first = torch.zeros_like(output)
+    first[0] = torch.randn(output.shape[1], generator=torch.Generator().manual_seed(0)).to(output)
+    watched = {n: out for n, out in seen.outputs.items() if out.requires_grad}
+    if missing := [n for n in problem.weights if n not in watched]:
+        return f"what {missing[0]} computes is hidden from its layer"
+    back = torch.autograd.grad(output, list(watched.values()), first, allow_unused=True)
+    for name, gradient in zip(watched, back, strict=True):
+        if gradient is None:
+            return f"what {name} computes is hidden from its layer"
+        if not len(gradient) == len(seen.inputs[name]) == len(output) or gradient[1:].any():
+            return f"the first axis of what {name} reads is not that of the samples"
     return None
 
 
