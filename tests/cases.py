@@ -1164,7 +1164,8 @@ def attention_with_tables() -> Any:
         return m.head(m.out(y.transpose(1, 2).flatten(2)).mean(1))
 
     net = Net(run, q=nn.Linear(5, 12), k=nn.Linear(5, 12), v=nn.Linear(5, 12), out=nn.Linear(12, 6),
-              head=nn.Linear(6, 4), cosine=torch.rand(1, 1, 6, 4), sine=torch.rand(6, 4), table=nn.Parameter(torch.randn(11, 3)),
+              head=nn.Linear(6, 4), cosine=torch.rand(1, 1, 6, 4), sine=torch.rand(6, 4),
+              table=nn.Parameter(torch.randn(11, 3)),
               distance=torch.arange(6)[:, None] - torch.arange(6) + 5)  # fmt: skip
     net.heads = 3
     return net, images(2, 6, 5)

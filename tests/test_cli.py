@@ -188,7 +188,8 @@ def test_export_to_onnx_gives_equal_outputs(pruned: Path, tmp_path: Path) -> Non
 
 def test_version_and_help_with_examples() -> None:
     assert ok("--version") == f"hap {hap.__version__}\n"
-    for command in ("demo", "train", "score", "prune", "finetune", "run", "eval", "export", "info", "report"):
+    for command in ("demo", "train", "score", "prune", "finetune", "run", "eval", "export", "info", "report",
+                    "reproduce"):  # fmt: skip
         assert f"hap {command}" in ok(command, "--help").split("Example")[1]
 
 

@@ -106,7 +106,7 @@ def info(checkpoint: Saved) -> None:
     if "accuracy" in metrics:
         rows.append(["accuracy", percent(metrics["accuracy"])])
     if found.plan is not None:
-        before, after = found.plan.before, found.plan.after
+        before, after = found.plans[0].before, found.plan.after
         rows.append(["params", f"{before.params:,} -> {after.params:,} ({share(after.params, before.params)} left)"])
         rows.append(["FLOPs", f"{before.macs:,} -> {after.macs:,} ({share(after.macs, before.macs)} left)"])
         rows.append(["coupling", found.plan.coupling])
@@ -119,8 +119,8 @@ def info(checkpoint: Saved) -> None:
         shown = ("epochs", "batch", "lr", "schedule", "distill", "seed")
         rows.append(["recipe", ", ".join(f"{k} {found.recipe[k]}" for k in shown if k in found.recipe)])
     screen().print(_pairs([[key, str(value)] for key, value in rows]))
-    if found.plan is not None:
-        screen().print(plan_table(found.plan))
+    for plan in found.plans:
+        screen().print(plan_table(plan))
 
 
 def where(network: nn.Module) -> str:

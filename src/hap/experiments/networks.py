@@ -23,7 +23,7 @@ from hap.latency import latency
 
 NAMED_DATA = ("digits", "cifar10", "cifar100")
 LATENCY_BATCH = 256
-LATENCY_SECONDS = 0.8
+LATENCY_SECONDS = 1.0
 LATENCY_ROUNDS = (8, 60)
 
 

@@ -66,7 +66,8 @@ def score(
     """One value per unit of every group: `scores[name][unit]`, a float64 tensor on the CPU. Low ones go first.
 
     `batches` is any iterable of (input, target); it and `loss` (output, target -> mean over the batch) may be None for
-    criteria that need no data. The model is left exactly as found.
+    criteria that need no data. The model is left exactly as found. Under torch.distributed each process passes its own
+    batches, and all get the scores of the whole.
     """
     if not len(groups):
         raise HapError("nothing in this model can be removed, so there is nothing to score; print(groups) says why")

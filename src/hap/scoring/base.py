@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
+from hap import distributed
 from hap.errors import HapError
 from hap.examples import call_arguments
 from hap.groups import Group, Groups, Producer
@@ -97,9 +98,10 @@ class Problem:
         return output, loss
 
     def shares(self) -> list[float]:
-        """Each batch's share of all samples: the weight of its mean loss in the whole."""
+        """Each batch's share of the samples of all processes: the weight of its mean loss in the whole."""
         sizes = [samples(b) for b in self.batches]
-        return [s / sum(sizes) for s in sizes]
+        total = distributed.total(sum(sizes), next(iter(self.weights.values())).device)
+        return [size / total for size in sizes]
 
     def per_unit(self, group: Group, producer: Producer, values: Tensor) -> Tensor:
         """Sum `values`, shaped like the producer's weight, over everything a unit owns there."""

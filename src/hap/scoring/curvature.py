@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hap import distributed
 from hap.errors import HapError
 from hap.scoring.base import Batch, Problem, samples
 
@@ -39,6 +40,7 @@ class Hessian:
                 part = slice(start, start + chunk)
                 for name, product in self._backward(gradients, {n: v[part] for n, v in vectors.items()}).items():
                     total[name][part] += share * product
+        distributed.sum_(total.values())
         return total
 
     def _gradients(self, batch: Batch) -> dict[str, Tensor]:
@@ -125,6 +127,7 @@ def gauss_newton_traces(problem: Problem) -> dict[str, Tensor]:
             part = slice(start, start + chunk)
             for name, trace in _chunk_traces(problem, batch, part, vectors[:, part], signs[:, part], dims).items():
                 totals[name] += share * trace
+    distributed.sum_(totals.values())
     return totals
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hap import distributed
 from hap.scoring.base import Criterion, Problem, Scores, samples
 from hap.scoring.curvature import Hessian
 from hap.scoring.hessian import BLOCK, rademacher
@@ -29,6 +30,7 @@ class Taylor(Criterion):
                 gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
             for name, gradient in zip(weights, gradients, strict=True):
                 total[name] += share * gradient.double()
+        distributed.sum_(total.values())
         return Scores(
             problem.assemble(lambda g, p: problem.per_unit(g, p, total[p.weight] * problem.weights[p.weight]).square())
         )
@@ -51,6 +53,7 @@ class DiagonalFisher(Criterion):
                 part = pytree.tree_map(lambda t, s=start: t[s : s + self.chunk], batch)
                 for name, gradient in self._per_sample(problem, part).items():
                     squares[name] += share / count * gradient.double().square().sum(0)
+        distributed.sum_(squares.values())
         return Scores(
             problem.assemble(
                 lambda g, p: problem.per_unit(g, p, squares[p.weight] * problem.weights[p.weight].double().square()) / 2

@@ -1,5 +1,6 @@
 """The state of a training in one safetensors file: tensors by name, the rest as JSON in its metadata."""
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hap.data import Data
 from hap.errors import HapError
@@ -26,6 +27,7 @@ class Checkpoint:
     def __init__(self, path: Path | None, runs: list[Run], data: Data) -> None:
         self.path, self.runs = path, runs
         self.data = {"name": data.name, "train": len(data.train), "classes": data.classes}
+        self.wiring = [wiring(run.model) for run in runs]
         self.written = -float("inf")
         self.cost = 0.0
 
@@ -43,6 +45,7 @@ class Checkpoint:
             "format": FORMAT,
             "epoch": epoch,
             "data": self.data,
+            "wiring": self.wiring,
             "recipes": [run.recipe.to_dict() for run in self.runs],
             "histories": [run.history.to_dict() for run in self.runs],
         }
@@ -59,6 +62,10 @@ class Checkpoint:
         recipes = [run.recipe.to_dict() for run in self.runs]
         self._check("recipe", metadata["recipes"], recipes)
         self._check("data", metadata["data"], self.data)
+        if metadata.get("wiring") != self.wiring:
+            raise HapError(
+                f"checkpoint {self.path} is of networks that were pruned in another way: give another path, or delete it"
+            )
         for index, run in enumerate(self.runs):
             prefix = f"{index}."
             state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -74,6 +81,13 @@ class Checkpoint:
             f"checkpoint {self.path} is of another {what} ({_difference(found, expected)}): "
             f"give the {what} it was made with, or another checkpoint path, or delete it"
         )
+
+
+def wiring(model: nn.Module) -> str:
+    """A digest of the buffers that no state dict holds, such as where a pruned branch meets its stream."""
+    stored = model.state_dict()
+    hidden = {n: b.tolist() for n, b in model.named_buffers() if n not in stored}
+    return hashlib.sha256(json.dumps(hidden).encode()).hexdigest()
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -19,6 +19,9 @@ from hap.training.graph import Captured, Step, in_turn
 from hap.training.report import Report
 from hap.training.run import History, Run, epoch_seed
 
+STEPS_BETWEEN_CHECKS = 200
+"""How many steps may run before the loss is looked at, which waits for the device."""
+
 
 def train(
     model: nn.Module,
@@ -77,7 +80,7 @@ def _train(
 ) -> list[History]:
     begun = time.monotonic()
     device = _check(models, data, recipes, teachers)
-    data = data.to(device)
+    data = data.to(device) if _has_room(device, data) else data
     with ExitStack() as stack:
         stack.enter_context(_prepared(models, device))
         copies = {id(t): _frozen_copy(t, device) for t in teachers if t is not None}
@@ -116,18 +119,26 @@ def _run_epoch(runs: list[Run], data: Data, step: Step, epoch: int, report: Repo
             run.feed(batch, epoch * steps + index)
         step()
         report.advance()
-    losses = [run.loss_sum.item() / steps for run in runs]
+        if index % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1:
+            _check_finite(runs, epoch)
+    _check_finite(runs, epoch)
     taken = time.monotonic() - begun
-    for position, (run, loss) in enumerate(zip(runs, losses, strict=True)):
-        if not math.isfinite(loss):
-            raise HapError(
-                f"the training loss of model {position} is {loss} in epoch {epoch + 1}: lower the learning "
-                f"rate ({run.recipe.lr}) or raise warmup ({run.recipe.warmup}); the last checkpoint is kept"
-            )
+    for run in runs:
+        loss = run.loss_sum.item() / steps
         run.history.loss.append(loss)
         run.history.seconds.append(taken)
         run.history.images_per_second.append(steps * len(run.y) / taken)
         run.history.lr.append(run.recipe.learning_rate((epoch + 1) * steps - 1, run.total))
+
+
+def _check_finite(runs: list[Run], epoch: int) -> None:
+    for position, run in enumerate(runs):
+        if not math.isfinite(run.loss_sum.item()):
+            which = f" of model {position}" if len(runs) > 1 else ""
+            raise HapError(
+                f"the training loss{which} is {run.loss_sum.item()} in epoch {epoch + 1}: lower the learning "
+                f"rate ({run.recipe.lr}) or raise warmup ({run.recipe.warmup}); the last checkpoint is kept"
+            )
 
 
 def _evaluate_runs(runs: list[Run], data: Data, epoch: int, always: bool) -> None:
@@ -161,6 +172,14 @@ def _prepared(models: list[nn.Module], device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = tuned
         for model in models:
             _lay_out(model.eval(), torch.contiguous_format)
+
+
+def _has_room(device: torch.device, data: Data) -> bool:
+    """Whether the images may move to the device; else each batch does. Half of its free memory is left for training."""
+    if device.type != "cuda":
+        return True
+    size = sum(split.images.numel() for split in (data.train, data.test) if split.images.device != device)
+    return size < torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
