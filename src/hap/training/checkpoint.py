@@ -64,7 +64,7 @@ class Checkpoint:
         self._check("data", metadata["data"], self.data)
         if metadata.get("wiring") != self.wiring:
             raise HapError(
-                f"checkpoint {self.path} is of networks that were pruned in another way: give another path, or delete it"
+                f"checkpoint {self.path} is of networks pruned in another way: give another path, or delete it"
             )
         for index, run in enumerate(self.runs):
             prefix = f"{index}."

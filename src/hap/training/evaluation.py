@@ -1,7 +1,6 @@
 """Accuracy and loss of a model."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn import functional
 
 from hap.data import Batch, Data
 from hap.errors import HapError
+from hap.examples import evaluating
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def evaluate(model: nn.Module, data: Data | Iterable[Batch], split: str = "test"
     right = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), device=device)
     count = 0
-    with eval_mode(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for x, y in batches:
             logits, target = model(x.to(device)), y.to(device)
             right += (logits.argmax(1) == target).sum()
@@ -47,15 +47,3 @@ def device_of(model: nn.Module) -> torch.device:
         found = ", ".join(sorted(map(str, devices))) or "no parameters"
         raise HapError(f"the model has {found}: expected parameters, all on one device")
     return devices.pop()
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode, after which every module goes back to the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -12,9 +12,10 @@ from torch import nn
 
 from hap.data import Data
 from hap.errors import HapError
+from hap.examples import evaluating
 from hap.recipes import Recipe
 from hap.training.checkpoint import Checkpoint
-from hap.training.evaluation import device_of, eval_mode, evaluate
+from hap.training.evaluation import device_of, evaluate
 from hap.training.graph import Captured, Step, in_turn
 from hap.training.report import Report
 from hap.training.run import History, Run, epoch_seed
@@ -226,7 +227,7 @@ def _check(
 def _check_outputs(model: nn.Module, data: Data) -> None:
     """A label beyond the outputs would end as an obscure failure inside the device."""
     images = next(data.batches("train", 1))[0].to(device_of(model))
-    with eval_mode(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         shape = tuple(model(images).shape)
     if shape != (1, data.classes):
         raise HapError(
