@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .PHONY: run test lint format clean
 
-run: .venv/ready  ## train, prune and compare a small network; about two minutes on two cores
+run: .venv/ready  ## train, prune and compare a small network; about a minute after installation
 	$(BIN)/hap demo
 
 test: .venv/ready lint  ## everything that CI checks

@@ -137,7 +137,8 @@ class _Search:
         removable = np.zeros(len(order), dtype=bool)
         left_alone = self.groups.matching(self.limits.leave, "Limits.leave")
         for g, name in enumerate(names):
-            if name in left_alone:
+            streams = np.isin(self.groups[name].classes, self.groups.feeds[:, 1]).any()
+            if name in left_alone or (streams and self.limits.round_to > 1):  # others decide how wide a stream is
                 continue
             members = np.flatnonzero(self.group == g)
             worst_first = members[np.argsort(place[members])]

@@ -208,12 +208,16 @@ class _Sorting:
     def __init__(self, groups: Groups, grafted: Bools):
         self.grafted = grafted
         self.movable = np.zeros(len(grafted), dtype=bool)
-        for group in groups.values():
-            if grafted[group.classes].any() and all(_in_blocks(group, c) for c in groups.axes.values()):
-                self.movable[group.classes] = True
         self.block = np.zeros(len(grafted), dtype=np.int64)
         for number, group in enumerate(groups.values(), 1):
             self.block[group.classes] = number
+        axes: dict[int, list[Ints]] = {}
+        for classes in groups.axes.values() if grafted.any() else ():
+            for number in np.unique(self.block[classes]).tolist():
+                axes.setdefault(number, []).append(classes)
+        for number, group in enumerate(groups.values(), 1):
+            if grafted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
+                self.movable[group.classes] = True
 
     def order(self, classes: Ints, live: Bools) -> Ints:
         block = self.block[classes]
