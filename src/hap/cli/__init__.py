@@ -6,14 +6,15 @@ from hap.cli.inspecting import evaluate, export, info
 from hap.cli.pruning import prune, score
 from hap.cli.reproduce import reproduce
 from hap.cli.training import finetune, train
+from hap.cli.zoo import zoo
 
 __all__ = ["app", "main"]
 
 for command, name in (
     (demo, "demo"), (train, "train"), (score, "score"), (prune, "prune"), (finetune, "finetune"), (run, "run"),
-    (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"), (reproduce, "reproduce"),
+    (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"), (reproduce, "reproduce"), (zoo, "zoo"),
 ):  # fmt: skip
-    app.command(name, no_args_is_help=name in ("train", "run", "reproduce"))(command)
+    app.command(name, no_args_is_help=name in ("train", "run", "reproduce", "zoo"))(command)
 
 
 def main() -> None:
