@@ -134,7 +134,7 @@ def rewritten(
     return new
 
 
-def refused(path: Path, words: str, model: nn.Module | None = None) -> None:
+def check_refused(path: Path, words: str, model: nn.Module | None = None) -> None:
     """One error of ours that names the file, and the model as it was."""
     model = fresh("residual") if model is None else model
     before = snapshot(model)
@@ -145,23 +145,23 @@ def refused(path: Path, words: str, model: nn.Module | None = None) -> None:
 
 
 def test_another_model(saved: Path) -> None:
-    refused(saved, "saved from another model", fresh("plain"))
-    refused(saved, "saved from another model", fresh("bottleneck"))
+    check_refused(saved, "saved from another model", fresh("plain"))
+    check_refused(saved, "saved from another model", fresh("bottleneck"))
     wider, _ = CASES["residual"]()
     wider.b1[0][0] = nn.Conv2d(6, 7, 3, padding=1, bias=False).double()
-    refused(saved, r"saved from another model.*b1\.0\.0", wider)
+    check_refused(saved, r"saved from another model.*b1\.0\.0", wider)
 
 
 def test_another_dense_model(tmp_path: Path) -> None:
     model, _ = CASES["plain"]()
-    refused(hap.save(tmp_path / "a.safetensors", model), "has no tensor 'stem.0.weight'.*another model")
+    check_refused(hap.save(tmp_path / "a.safetensors", model), "has no tensor 'stem.0.weight'.*another model")
     plain = hap.save(tmp_path / "b.safetensors", nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    refused(plain, "it holds '1.(weight|bias)'", nn.Sequential(nn.Linear(3, 4)))
-    refused(plain, r"has shape \[4, 3\] there and \[5, 3\] here", nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    check_refused(plain, "it holds '1.(weight|bias)'", nn.Sequential(nn.Linear(3, 4)))
+    check_refused(plain, r"has shape \[4, 3\] there and \[5, 3\] here", nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
 
 
 def test_a_model_that_is_pruned_already(saved: Path) -> None:
-    refused(saved, "applied to this one before", hap.load(saved, fresh("residual")))
+    check_refused(saved, "applied to this one before", hap.load(saved, fresh("residual")))
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.99])
@@ -169,31 +169,31 @@ def test_truncated(saved: Path, keep: float) -> None:
     content = saved.read_bytes()
     short = saved.with_name("short.safetensors")
     short.write_bytes(content[: int(keep if keep >= 1 or keep == 0 else keep * len(content))])
-    refused(short, "truncated, damaged or not a checkpoint")
+    check_refused(short, "truncated, damaged or not a checkpoint")
 
 
 def test_newer_format(saved: Path) -> None:
-    refused(rewritten(saved, lambda h: h.update(format=99)), "format 99.*reads up to 1.*[Uu]pgrade")
+    check_refused(rewritten(saved, lambda h: h.update(format=99)), "format 99.*reads up to 1.*[Uu]pgrade")
 
 
 @pytest.mark.parametrize("name", ["head.weight", "b1.0.0.weight", "stem.1.running_mean"])
 def test_missing_tensor(saved: Path, name: str) -> None:
-    refused(rewritten(saved, drop=name), f"has no tensor '{re.escape(name)}'")
+    check_refused(rewritten(saved, drop=name), f"has no tensor '{re.escape(name)}'")
 
 
 def test_extra_tensor(saved: Path) -> None:
-    refused(rewritten(saved, extra="surprise"), "holds 'surprise'")
+    check_refused(rewritten(saved, extra="surprise"), "holds 'surprise'")
 
 
 def test_not_ours(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"a": torch.zeros(2)}, path)
-    refused(path, "not one that hap.save wrote")
+    check_refused(path, "not one that hap.save wrote")
     text = tmp_path / "notes.txt"
     text.write_text("hello")
-    refused(text, "truncated, damaged or not a checkpoint")
-    refused(tmp_path / "nowhere.safetensors", "there is no file")
-    refused(tmp_path, "no file|cannot be read")
+    check_refused(text, "truncated, damaged or not a checkpoint")
+    check_refused(tmp_path / "nowhere.safetensors", "there is no file")
+    check_refused(tmp_path, "no file|cannot be read")
 
 
 REST = '"recipe": null, "metrics": {}, "about": {}, "aliases":'
@@ -213,7 +213,7 @@ REST = '"recipe": null, "metrics": {}, "about": {}, "aliases":'
     ],
 )
 def test_damaged_header(saved: Path, raw: str) -> None:
-    refused(rewritten(saved, raw=raw), "")
+    check_refused(rewritten(saved, raw=raw), "")
 
 
 def break_cut(field: str, value: Any) -> Any:
@@ -242,7 +242,7 @@ def break_cut(field: str, value: Any) -> Any:
     ],
 )
 def test_damaged_plan(saved: Path, change: Any) -> None:
-    refused(rewritten(saved, change), "")
+    check_refused(rewritten(saved, change), "")
 
 
 def test_unwritable_paths(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_pickle_with_code_is_never_run(tmp_path: Path) -> None:
 
     path = tmp_path / "evil.safetensors"
     path.write_bytes(pickle.dumps(Boom()))
-    refused(path, "not a checkpoint")
+    check_refused(path, "not a checkpoint")
     assert not (tmp_path / "ran").exists()
 
 

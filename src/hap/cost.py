@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hap.examples import run
+from hap.examples import call_arguments, evaluating
 from hap.groups import Bools, Groups
 from hap.implants import Implant
 
@@ -76,8 +76,12 @@ def _unfused() -> Iterator[None]:
 def cost(model: nn.Module, example: Any) -> Count:
     """Count parameters and multiply-adds by running the model once on the example."""
     counter = _Counter()
-    with counter, _unfused():
-        run(model, example)
+    args, kwargs = call_arguments(example)
+    detached = {
+        n: p.detach() for n, p in model.named_parameters()
+    }  # the counter hangs hooks on what requires a gradient
+    with counter, _unfused(), evaluating(model), torch.no_grad():
+        torch.func.functional_call(model, detached, args, kwargs)
     root = type(model).__name__
     by_module = {}
     for name, flops in counter.get_flop_counts().items():

@@ -22,7 +22,7 @@ from hap.plans import Plan, assemble
 class Budget:
     """What may be left, as a fraction of the dense model. Exactly one of:
 
-    `params`: parameters; `flops`: multiply-adds of convolutions and linear layers; `channels`: units.
+    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units.
     """
 
     params: float | None = None

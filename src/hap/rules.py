@@ -129,6 +129,8 @@ def compress(labels: Tensor) -> Tensor:
 def along(tracer: Tracer, node: fx.Node, dim: int) -> Ints:
     """One label per index of axis `dim`. Labels that vary along other axes too are joined, index by index."""
     labels, size = tracer.labels(node), shape_of(node)[dim]
+    if not labels.numel():
+        return np.zeros(size, dtype=np.int64)
     rows = labels.movedim(dim, 0).reshape(labels.shape[dim], -1).numpy()
     if rows.shape[1] > 1:
         tracer.join(rows, rows[:, :1])

@@ -71,7 +71,7 @@ def measure(spec: str, flops: float) -> Record:
     """Prune one model by magnitude to a share of its FLOPs, checked by running it; seconds are of one thread."""
     torch.set_num_threads(1)
     model, example = build(spec)
-    record: Record = {"model": spec, "flops": flops}
+    record: Record = {"model": spec, "flops": flops, "revision": provenance()["revision"]}
     times = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:

@@ -14,16 +14,17 @@ from hap.errors import HapError
 from hap.groups import Site
 
 
-class ImplantModule(nn.Module):
+class ImplantModule(nn.Module, ABC):
     """Computes some output channels of a convolution from its input, with the same output size."""
 
+    @abstractmethod
     def kernel(self) -> Tensor:
         """The k x k convolution weight (rows, inputs, *kernel) that computes the same thing."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which kernel it equals")
 
     @property
+    @abstractmethod
     def bias_values(self) -> Tensor | None:
-        raise NotImplementedError(f"{type(self).__name__} does not tell its bias")
+        """One value per row, or None."""
 
 
 @dataclass(frozen=True)
