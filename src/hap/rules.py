@@ -356,7 +356,7 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     shape, groups = tracer.shapes[weight], given["groups"]
     spatial = len(shape) - 2
     inputs, outputs = along(tracer, x, -spatial - 1), tracer.axis(weight, 0, "out")
-    _tie_groups(tracer, inputs, outputs, groups, weight, 1)
+    _tie_groups(tracer, inputs, outputs, groups, weight)
     if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
         tracer.sized += [inputs, outputs]
     tie_bias(tracer, [given["bias"]], outputs)
@@ -396,17 +396,17 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
-def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, weight: str, dim: int) -> None:
+def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, weight: str) -> None:
     """Grouped convolutions keep equal groups: whole groups go, or the same channels of each, whichever is finer."""
     if groups == 1:
-        return tracer.tie(weight, dim, inputs, "in")
+        return tracer.tie(weight, 1, inputs, "in")
     by_group = inputs.reshape(groups, -1)
     if groups >= by_group.shape[1]:
         tracer.join(by_group, by_group[:, :1])
         return tracer.join(outputs.reshape(groups, -1), by_group[:, :1])
     tracer.join(by_group, by_group[:1])
     tracer.join(outputs.reshape(groups, -1), outputs.reshape(groups, -1)[:1])
-    return tracer.tie(weight, dim, by_group[0], "in")
+    return tracer.tie(weight, 1, by_group[0], "in")
 
 
 def tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hap import distributed
+from hap.examples import call_arguments
 from hap.scoring.base import Criterion, Problem, Scores, samples
-from hap.scoring.curvature import Hessian
-from hap.scoring.hessian import BLOCK, rademacher
+from hap.scoring.hessian import quadratics
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class DiagonalFisher(Criterion):
 
         def one(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
             x, y = pytree.tree_map(lambda t: t[None], (x, y))
-            args = (x,) if isinstance(x, Tensor) else tuple(x) if not isinstance(x, dict) else ()
-            output = torch.func.functional_call(problem.model, weights, args, x if isinstance(x, dict) else {})
+            args, kwargs = call_arguments(x)
+            output = torch.func.functional_call(problem.model, weights, args, kwargs)
             return loss(output, y)
 
         return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(problem.weights, *batch)
@@ -85,14 +85,10 @@ class OBD(Criterion):
     name: ClassVar[str] = "obd"
 
     def scores(self, problem: Problem) -> Scores:
-        operator = Hessian(problem)
-        generator = torch.Generator(next(iter(problem.weights.values())).device).manual_seed(self.seed)
         diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        for start in range(0, self.probes, BLOCK):
-            vectors = rademacher(problem.weights, min(BLOCK, self.probes - start), generator)
-            products = operator.products(vectors, self.chunk)
-            for name in diagonal:
-                diagonal[name] += (vectors[name].double() * products[name].double()).sum(0) / self.probes
+        for block in quadratics(problem, self.probes, self.chunk, self.seed):
+            for name, values in block.items():
+                diagonal[name] += values.sum(0, dtype=torch.float64) / self.probes
         return Scores(
             problem.assemble(
                 lambda g, p: (

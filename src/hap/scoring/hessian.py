@@ -28,6 +28,21 @@ def rademacher(weights: dict[str, Tensor], count: int, generator: torch.Generato
     }
 
 
+def quadratics(problem: Problem, probes: int, chunk: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The elements of v * Hv for random sign vectors v, a block of probes (the first axis) at a time."""
+    operator = Hessian(problem)
+    generator = torch.Generator(next(iter(problem.weights.values())).device).manual_seed(seed)
+    for start in range(0, probes, BLOCK):
+        vectors = rademacher(problem.weights, min(BLOCK, probes - start), generator)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore",
+                message="There is a performance drop because we have not yet implemented the batching rule",
+            )
+            products = operator.products(vectors, chunk)
+        yield {n: v.mul_(products[n]) for n, v in vectors.items()}
+
+
 @dataclass(frozen=True)
 class HessianTrace(Criterion):
     """How the trace is found:
@@ -94,19 +109,9 @@ class HessianTrace(Criterion):
 
     def estimates(self, problem: Problem) -> Iterator[Tensor]:
         """One unbiased estimate of all scores (float64, groups one after the other) per probe."""
-        operator = Hessian(problem)
         factors = {n: [factor(problem, g, p) for p in g.producers] for n, g in problem.groups.items()}
-        device = next(iter(problem.weights.values())).device
-        generator = torch.Generator(device).manual_seed(self.seed)
-        for start in range(0, self.probes, BLOCK):
-            vectors = rademacher(problem.weights, min(BLOCK, self.probes - start), generator)
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore",
-                    message="There is a performance drop because we have not yet implemented the batching rule",
-                )
-                products = operator.products(vectors, self.chunk)
-            yield from self._estimates(problem, factors, {n: v.mul_(products[n]) for n, v in vectors.items()})
+        for block in quadratics(problem, self.probes, self.chunk, self.seed):
+            yield from self._estimates(problem, factors, block)
 
     @staticmethod
     def _estimates(problem: Problem, factors: dict[str, list[Tensor]], quadratic: dict[str, Tensor]) -> Tensor:
