@@ -88,14 +88,15 @@ def resnet56_jobs(seed: int) -> list[Job]:
         for flops, accuracy in LOW_RANK.items():
             step = _step("low-rank", flops, implant=1.0, implant_kind="LowRank", implant_init="zero")
             jobs.append(_pruned(step, seed, None, accuracy, ("implants",)))
-    headline = [j for j in jobs if j.prune and j.prune.flops and round(j.prune.flops * 100, 2) in HEADLINES]
-    return [*headline, *(j for j in jobs if j not in headline)] if seed == 0 else [j for j in headline if _own(j)]
-
-
-def _own(job: Job) -> bool:
-    return "resnet56" in job.targets
+    return jobs if seed == 0 else [job for job in jobs if _is_headline(job)]
 
 
 def jobs() -> list[Job]:
     """All jobs, most telling first."""
-    return [*dense_jobs("resnet56"), *(job for seed in range(3) for job in resnet56_jobs(seed))]
+    rows = [resnet56_jobs(seed) for seed in range(3)]
+    headlines = [job for seed in rows for job in seed if "resnet56" in job.targets and _is_headline(job)]
+    return [*dense_jobs("resnet56"), *headlines, *(job for job in rows[0] if job not in headlines)]
+
+
+def _is_headline(job: Job) -> bool:
+    return job.prune is not None and job.prune.flops is not None and round(job.prune.flops * 100, 2) in HEADLINES
