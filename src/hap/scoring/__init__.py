@@ -13,12 +13,14 @@ from hap.errors import HapError
 from hap.groups import Groups
 from hap.scoring.base import Criterion, Loss, Problem, Scores
 from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
+from hap.scoring.heads import GateGradient, JointTrace, Whole
 from hap.scoring.hessian import HessianTrace
 from hap.scoring.simple import L1, BNScale, GeometricMedian, Magnitude, Random
 
 __all__ = [
-    "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GeometricMedian", "HessianTrace", "Magnitude",
-    "Problem", "Random", "Reversed", "Scores", "Taylor", "as_criterion", "score",
+    "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GateGradient", "GeometricMedian",
+    "HessianTrace", "JointTrace", "Magnitude", "Problem", "Random", "Reversed", "Scores", "Taylor", "Whole",
+    "as_criterion", "score",
 ]  # fmt: skip
 
 
@@ -39,8 +41,12 @@ class Reversed(Criterion):
 
 
 CRITERIA: dict[str, type[Criterion]] = {
-    c.name: c for c in (HessianTrace, Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
-}
+    c.name: c
+    for c in (
+        HessianTrace, Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian, JointTrace,
+        GateGradient,
+    )
+}  # fmt: skip
 
 
 def as_criterion(value: Criterion | str) -> Criterion:

@@ -1,0 +1,123 @@
+"""The units of transformer blocks: which groups are attention heads, which are hidden neurons of an MLP.
+
+heads = hap.only(groups, hap.heads(groups))                       # nothing else can be scored, planned or removed
+scores = hap.score(model, heads, batches, loss, hap.JointTrace())
+plan = hap.plan(heads, scores, hap.Budget(channels=0.5))          # half of the heads of all layers together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from hap.errors import HapError
+from hap.groups import Group, Groups, Ints, Producer
+from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
+from hap.plans import Plan, draft
+
+
+def heads(groups: Groups) -> list[str]:
+    """The groups whose units are attention heads: whole blocks of rows that meet in a product of activations.
+
+    Under grouped queries a unit is a key/value head with the query heads that share it.
+    """
+    multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
+    return [n for n, g in groups.items() if np.isin(g.classes, multiplied).all() and _in_blocks(g)]
+
+
+def mlps(groups: Groups) -> list[str]:
+    """The groups whose units are hidden neurons of an MLP: computed from a stream, and read back into the same one.
+
+    The stream itself is none, and neither is what stands between the last block and the outputs, such as a pooler.
+    """
+    attention = set(heads(groups))
+    return [n for n, g in groups.items() if n not in attention and _returns(groups, g)]
+
+
+def only(groups: Groups, names: Iterable[str]) -> Groups:
+    """The same trace with the units of these groups alone; all other axes are kept whole.
+
+    Budgets count what can be removed here: `Budget(channels=0.5)` on heads alone is half of the heads.
+    """
+    names = list(names)
+    if unknown := [n for n in names if n not in groups]:
+        raise HapError(f"there is no group {unknown[0]!r}; expected some of {', '.join(groups)}")
+    if not names:
+        raise HapError("no groups are named, so nothing could be removed; hap.heads found none in this model?")
+    chosen = {n: g for n, g in groups.items() if n in names}
+    units = np.concatenate([g.classes for g in chosen.values()])
+    source, stream = groups.feeds[:, 0], groups.feeds[:, 1]
+    fed_by_others = np.unique(stream[~np.isin(source, units)])
+    living = np.union1d(units, np.setdiff1d(stream, fed_by_others))
+    to = np.where(np.isin(np.arange(groups.classes), living), np.arange(groups.classes), 0)
+    return replace(
+        groups,
+        groups=chosen,
+        axes={key: to[classes] for key, classes in groups.axes.items()},
+        feeds=groups.feeds[(to[source] > 0) & (to[stream] > 0)],
+        lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
+        products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
+        scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
+        spanned=groups.spanned & frozenset(living.tolist()),
+    )
+
+
+def owned(groups: Groups, group: Group) -> tuple[Producer, ...]:
+    """All that a unit owns: the slices that compute it, and the slices that read it. Of a head these are the query,
+    key, value and output slices."""
+    unit = np.full(groups.classes, -1, dtype=np.int64)
+    unit[group.classes] = np.arange(len(group))
+    readers = [Producer(weight, dim, unit[groups.axes[weight, dim]]) for weight, dim in group.consumers]
+    return (*group.producers, *readers)
+
+
+def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | None = None, mlp: float | None = None,
+                flops: float | None = None, limits: Limits = DEFAULT_LIMITS) -> Plan:  # fmt: skip
+    """A plan for the blocks of a transformer that leaves its stream, embeddings and classifier alone.
+
+    `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own kind over
+    all layers; `flops` instead is one budget over both. At least one head stays in each layer.
+    """
+    if (flops is None) == (heads is None and mlp is None):
+        raise HapError(f"heads={heads}, mlp={mlp}, flops={flops}; expected heads and/or mlp, or flops alone")
+    if flops is not None:
+        return plan(units_of(groups, "heads", "mlp"), scores, Budget(flops=flops), limits=limits)
+    removed: dict[str, list[int]] = {}
+    for kind, share in (("heads", heads), ("mlp", mlp)):
+        if share is not None:
+            removed |= plan(units_of(groups, kind), scores, Budget(channels=share), limits=limits).removed
+    return draft(only(groups, removed), removed)
+
+
+KINDS = {"heads": (heads, "attention heads"), "mlp": (mlps, "neurons of an MLP")}
+
+
+def units_of(groups: Groups, *kinds: str) -> Groups:
+    """The trace with units of these kinds alone, "heads" and "mlp"; HapError if a kind is missing in the model."""
+    names: list[str] = []
+    for kind in kinds:
+        find, what = KINDS[kind]
+        if not (found := find(groups)):
+            raise HapError(f"no {what} were found that could be removed; print(groups) lists what can be, and why not")
+        names += found
+    return only(groups, names)
+
+
+def _in_blocks(group: Group) -> bool:
+    """Whether each unit owns several indices of some weight that computes it: a head's rows, not one row."""
+    return any(np.bincount(p.unit[p.unit >= 0], minlength=len(group)).min() > 1 for p in group.producers)
+
+
+def _returns(groups: Groups, group: Group) -> bool:
+    sources = [_across(groups, p.weight, p.dim) for p in group.producers]
+    targets = [_across(groups, weight, dim) for weight, dim in group.consumers]
+    ends = [e for e in (*sources, *targets) if e is not None]
+    return bool(targets) and len(ends) == len(sources) + len(targets) and all(np.array_equal(ends[0], e) for e in ends)
+
+
+def _across(groups: Groups, weight: str, dim: int) -> Ints | None:
+    """The classes on the other side of a matrix from axis `dim`."""
+    return groups.axes.get((weight, 1 - dim)) if dim < 2 else None

@@ -1,0 +1,302 @@
+"""Criteria for attention heads: all that a head owns as one group of parameters, or a gate on its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hap import distributed
+from hap.blocks import owned
+from hap.errors import HapError
+from hap.groups import Group, Producer
+from hap.scoring.base import Batch, Criterion, Problem, Scores, fold, samples
+
+METHODS = ("hutchinson", "gauss-newton")
+
+
+def whole(problem: Problem) -> Problem:
+    """The same problem in which a unit owns the slices that read it as well as those that compute it."""
+    groups = problem.groups
+    grown = {n: replace(g, producers=owned(groups, g)) for n, g in groups.items()}
+    return replace(problem, groups=replace(groups, groups=grown))
+
+
+@dataclass(frozen=True)
+class Whole(Criterion):
+    """Another criterion over all that a unit owns: of a head the query, key, value and output slices."""
+
+    of: Criterion
+
+    name: ClassVar[str] = "whole"
+
+    def scores(self, problem: Problem) -> Scores:
+        return self.of.scores(whole(problem))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "of": self.of.to_dict()}
+
+
+@dataclass(frozen=True)
+class JointTrace(Criterion):
+    """Equation 6, trace(H_pp) / (2 |p|) * ||w_p||^2, with all that a unit owns as one group of parameters p: of a head
+    the query, key, value and output slices, as in the paper's experiment on heads.
+
+    "hutchinson"    the Hessian, by `probes` random sign vectors. One graph of one batch and one probe are held at a
+                    time, so the size of the batches bounds the memory. Gives standard errors.
+    "gauss-newton"  J^T B J instead of the Hessian, B the curvature of the cross-entropy in the outputs: `draws` random
+                    sign combinations of the columns of a root of B for each sample, where Fisher's way would draw
+                    labels; unbiased like that, but without its rare large values on confident samples. Gradients are
+                    squared sample by sample, and their memory is that of one layer at a time.
+    """
+
+    method: str = "hutchinson"
+    probes: int = 100
+    draws: int = 2
+    seed: int = 0
+
+    name: ClassVar[str] = "joint"
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise HapError(f"method is {self.method!r}; expected one of {', '.join(map(repr, METHODS))}")
+        if self.probes < 2 or self.draws < 1:
+            raise HapError(f"probes={self.probes}, draws={self.draws}; expected at least 2 probes and 1 draw")
+
+    def scores(self, problem: Problem) -> Scores:
+        inner = _input_axes(problem)
+        problem = whole(problem)
+        if self.method == "hutchinson":
+            count, traces = self.probes, _probed(problem, self.probes, self.seed)
+        else:
+            count, traces = self.draws, _drawn(problem, inner, self.draws, self.seed)
+        values = traces * torch.cat(list(_factors(problem).values()))
+        sizes = [len(g) for g in problem.groups.values()]
+        mean = dict(zip(problem.groups, values.mean(0).split(sizes), strict=True))
+        about = {"method": self.method, "probes" if self.method == "hutchinson" else "draws": count}
+        if self.method != "hutchinson":
+            return Scores(mean, about=about)
+        error = values.std(0) / count**0.5
+        return Scores(mean, dict(zip(problem.groups, error.split(sizes), strict=True)), about)
+
+
+def _factors(problem: Problem) -> dict[str, Tensor]:
+    """||w_p||^2 / (2 |p|) for each unit, over all its slices together."""
+    norms = problem.assemble(lambda g, p: problem.per_unit(g, p, problem.weights[p.weight].double().square()))
+    sizes = problem.assemble(problem.sizes)
+    return {n: norms[n] / (2 * sizes[n]) for n in norms}
+
+
+def _probed(problem: Problem, probes: int, seed: int) -> Tensor:
+    """v^T H_pp v for every probe and unit (probes, units): a double backward per probe and batch."""
+    device = next(iter(problem.weights.values())).device
+    values = torch.zeros(probes, problem.groups.units, dtype=torch.float64, device=device)
+    for batch, share in zip(problem.batches, problem.shares(), strict=True):
+        weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            _, loss = problem.evaluate(weights, batch)
+            slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
+        for probe in range(probes):
+            signs = _signs(weights, device, seed * 1_000_003 + probe)
+            products = torch.autograd.grad(slopes, list(weights.values()), signs, True, materialize_grads=True)
+            elements = {n: v * p for n, v, p in zip(weights, signs, products, strict=True)}
+            values[probe] += share * _per_unit(problem, lambda g, p, e=elements: problem.per_unit(g, p, e[p.weight]))
+    distributed.sum_([values])
+    if not torch.isfinite(values).all():
+        raise HapError("a Hessian product is not finite; check the model's weights, or score in float32")
+    return values
+
+
+def _signs(weights: dict[str, Tensor], device: torch.device, seed: int) -> list[Tensor]:
+    """The same probe for every batch, drawn again each time instead of being kept."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [
+        torch.randint(0, 2, w.shape, generator=generator, device=device).to(w).mul_(2).sub_(1) for w in weights.values()
+    ]
+
+
+def _per_unit(problem: Problem, formula: Any) -> Tensor:
+    return torch.cat(list(problem.assemble(formula).values()))
+
+
+# ---- the Gauss-Newton trace -----------------------------------------------------------------------------------
+
+
+def _input_axes(problem: Problem) -> dict[str, int]:
+    """Which axis of each matrix its layer reads with: the one across from that of the units it computes."""
+    axes: dict[str, int] = {}
+    for group in problem.groups.values():
+        axes |= {p.weight: 1 - p.dim for p in group.producers} | dict(group.consumers)
+    return axes
+
+
+def _drawn(problem: Problem, inner: dict[str, int], draws: int, seed: int) -> Tensor:
+    """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and unit."""
+    device = next(iter(problem.weights.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.zeros(draws, problem.groups.units, dtype=torch.float64, device=device)
+    for batch, share in zip(problem.batches, problem.shares(), strict=True):
+        weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+        with torch.enable_grad(), _watching(problem) as seen:
+            output, loss = problem.evaluate(weights, batch)
+        logits = _logits(output, loss, batch)
+        for draw in range(draws):
+            squares = _row_squares(problem, inner, seen, logits, _root_times_signs(logits, generator))
+            units = _per_unit(problem, lambda g, p, s=squares: fold(g, p, s[p.weight, p.dim]))
+            values[draw] += share / len(logits) * units
+    distributed.sum_([values])
+    return values
+
+
+def _logits(output: Any, loss: Tensor, batch: Batch) -> Tensor:
+    """The model's outputs, one vector per sample, if the loss is their cross-entropy."""
+    logits = getattr(output, "logits", output)
+    target = batch[1]
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(target, Tensor):
+        raise HapError('the output is not one vector per sample; use JointTrace(method="hutchinson")')
+    plain = F.cross_entropy(logits.detach().float(), target)
+    if not torch.allclose(plain, loss.detach().float(), rtol=1e-3, atol=1e-6):
+        raise HapError(
+            f"the loss is {float(loss):.6g} where the cross-entropy of the outputs is {float(plain):.6g}; "
+            'this method knows the cross-entropy alone. Use JointTrace(method="hutchinson").'
+        )
+    return logits
+
+
+def _root_times_signs(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """S e for random signs e, with S S^T = diag(q) - q q^T and q the probabilities: S = (1 - q 1^T) diag(sqrt(q))."""
+    q = logits.detach().double().softmax(-1)
+    signs = torch.randint(0, 2, q.shape, generator=generator, device=q.device).to(q) * 2 - 1
+    root = q.sqrt() * signs
+    return (root - q * root.sum(-1, keepdim=True)).to(logits.dtype)
+
+
+@dataclass
+class _Seen:
+    """What went in and out of layers during one forward pass, by the layer's name."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def _watching(problem: Problem) -> Iterator[_Seen]:
+    """Notes what enters and leaves the layers that own the problem's weights."""
+    modules, seen, hooks = dict(problem.model.named_modules()), _Seen(), []
+    for name in dict.fromkeys(weight.rpartition(".")[0] for weight in problem.weights):
+
+        def note(module: Any, args: Any, output: Any, name: str = name) -> None:
+            if name in seen.inputs:
+                raise HapError(f"{name} runs more than once in a forward pass, so its samples cannot be told apart")
+            seen.inputs[name], seen.outputs[name] = args[0], output
+
+        hooks.append(modules[name].register_forward_hook(note, prepend=True))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _row_squares(
+    problem: Problem, inner: dict[str, int], seen: _Seen, logits: Tensor, vector: Tensor
+) -> dict[tuple[str, int], Tensor]:
+    """For each slice's (weight, axis): sum over samples of the squared gradient, for every index of that axis."""
+    layers = {weight: weight.rpartition(".")[0] for weight in problem.weights}
+    back = torch.autograd.grad(
+        logits, [seen.outputs[layers[w]] for w in layers], vector, retain_graph=True, materialize_grads=True
+    )
+    squares = {}
+    for weight, gradient in zip(layers, back, strict=True):
+        x, axis = seen.inputs[layers[weight]].detach(), inner[weight]
+        _check_matrix(weight, tuple(problem.weights[weight].shape), axis, x, gradient, len(logits))
+        each = x.flatten(1, -2).transpose(1, 2) @ gradient.flatten(1, -2)  # a sample's gradient: (inputs, outputs)
+        square = each.square_().sum(0, dtype=torch.float64)
+        squares[weight, axis], squares[weight, 1 - axis] = square.sum(1), square.sum(0)
+    return squares
+
+
+def _check_matrix(weight: str, shape: tuple[int, ...], axis: int, x: Tensor, gradient: Tensor, count: int) -> None:
+    expected = (x.shape[-1], gradient.shape[-1]) if axis == 0 else (gradient.shape[-1], x.shape[-1])
+    if x.ndim < 3 or len(x) != count or len(gradient) != count or shape != expected:
+        raise HapError(
+            f"{weight} of shape {shape} turns {tuple(x.shape)} into {tuple(gradient.shape)}, which is no matrix "
+            'applied to the last axis of every sample; use JointTrace(method="hutchinson")'
+        )
+
+
+# ---- the gradient of a gate -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GateGradient(Criterion):
+    """Mean over samples of |dL/dgate|, the gate a factor 1 on what a unit hands on (Michel et al., 2019).
+
+    `per_layer` divides the scores of each group by their Euclidean norm, as its authors do.
+    """
+
+    per_layer: bool = True
+
+    name: ClassVar[str] = "gate-gradient"
+
+    def scores(self, problem: Problem) -> Scores:
+        totals = {
+            n: torch.zeros(len(g), dtype=torch.float64, device=next(iter(problem.weights.values())).device)
+            for n, g in problem.groups.items()
+        }
+        for batch, share in zip(problem.batches, problem.shares(), strict=True):
+            for name, value in self._batch(problem, batch).items():
+                totals[name] += share * value
+        distributed.sum_(totals.values())
+        if self.per_layer:
+            totals = {n: v / v.norm().clamp_min(1e-300) for n, v in totals.items()}
+        return Scores(totals, about={"per_layer": self.per_layer})
+
+    @staticmethod
+    def _batch(problem: Problem, batch: Batch) -> dict[str, Tensor]:
+        weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+        readers = {(n, r.weight, r.dim): r for n, g in problem.groups.items() for r in _readers(problem, n, g)}
+        count = samples(batch)
+        with torch.enable_grad(), _reading(problem, [weight for _, weight, _ in readers]) as inputs:
+            _, loss = problem.evaluate(weights, batch)
+            slopes = dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
+        gates: dict[str, Tensor] = {}
+        for (name, weight, _), reader in readers.items():
+            x, slope, group = inputs[weight].detach(), slopes[weight], problem.groups[name]
+            if x.ndim < 2 or len(x) != count or x.shape[-1] != len(reader.unit):
+                raise HapError(f"{weight} does not read {name} on the last axis of every sample: {tuple(x.shape)}")
+            gate = fold(group, reader, (x * slope).flatten(1, -2).sum(1) if x.ndim > 2 else x * slope)
+            gates[name] = gates.get(name, torch.zeros_like(gate)) + gate
+        return {n: count * g.abs().mean(0) for n, g in gates.items()}  # the loss is a mean over the samples
+
+
+def _readers(problem: Problem, name: str, group: Group) -> tuple[Producer, ...]:
+    readers = owned(problem.groups, group)[len(group.producers) :]
+    if not readers:
+        raise HapError(f"no layer reads group {name!r}, so a gate on it has no gradient; use another criterion")
+    return readers
+
+
+@contextmanager
+def _reading(problem: Problem, weights: list[str]) -> Iterator[dict[str, Tensor]]:
+    """What enters the layers that own these weights, with its graph."""
+    modules, inputs, hooks = dict(problem.model.named_modules()), {}, []
+    for weight in weights:
+
+        def note(module: Any, args: Any, weight: str = weight) -> None:
+            if weight in inputs:
+                raise HapError(f"{weight} is used more than once in a forward pass, so its gate has no one gradient")
+            inputs[weight] = args[0]
+
+        hooks.append(modules[weight.rpartition(".")[0]].register_forward_pre_hook(note))
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
