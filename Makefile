@@ -1,13 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint format clean
+.PHONY: run test zoo lint format clean
 
 run: .venv/ready  ## train, prune and compare a small network; about a minute after installation
 	$(BIN)/hap demo
 
 test: .venv/ready lint  ## everything that CI checks
 	$(BIN)/python -m pytest
+
+zoo: .venv/ready  ## prune the models of other libraries listed in examples/zoo.txt; hours on one core
+	$(BIN)/hap zoo examples/zoo.txt --seconds 200
 
 lint: .venv/ready
 	$(BIN)/ruff check .

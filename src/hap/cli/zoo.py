@@ -9,34 +9,54 @@ import typer
 
 from hap.cli.screen import out, resumable, table
 from hap.errors import HapError
-from hap.experiments.zoo import sweep
+from hap.experiments.zoo import PEER, Record, sweep
 
 
 def zoo(
-    models: Annotated[list[str], typer.Argument(help="tv:NAME, timm:NAME, hap:NAME, or files with one such a line.")],
+    models: Annotated[
+        list[str], typer.Argument(help="tv:NAME, timm:NAME, hf:NAME, hap:NAME, or files with one such a line.")
+    ],
     results: Annotated[Path, typer.Option("--out", help="The result file.")] = Path("results/zoo.json"),
     flops: Annotated[float, typer.Option(help="Share of the multiply-adds that is LEFT.")] = 0.5,
     processes: Annotated[int, typer.Option(min=1, help="Models at a time.")] = 1,
     seconds: Annotated[float, typer.Option(help="Time limit for each model.")] = 120.0,
+    retry: Annotated[bool, typer.Option("--retry", help="Do again what failed before.")] = False,
 ) -> None:
     """Prune models of other libraries by magnitude, each checked by running it. What is done is not done again.
 
+    Where torch-pruning is installed, it prunes each model too, and stands beside.
+
     \b
     Examples:
-      hap zoo tv:resnet18 timm:deit_tiny_patch16_224
+      hap zoo tv:resnet18 timm:deit_tiny_patch16_224 hf:bert
       hap zoo models.txt --processes 2
     """
     specs = [spec for given in models for spec in _specs(given)]
     with resumable("the same command goes on where it stopped"):
-        records = sweep(specs, results, flops, processes, seconds, say=lambda text: typer.echo(text, err=True))
-    rows = [
-        [r["model"], str(r["groups"]), f"{r['macs'][1] / r['macs'][0]:.1%}", f"{r['params'][1] / r['params'][0]:.1%}",
-         f"{sum(r['seconds'].values()) - r['seconds']['export']:.1f}", f"{r['seconds']['export']:.1f}"]
-        if r["verified"] else [r["model"], "-", "-", "-", "-", r["why"][:60]]
-        for r in records
-    ]  # fmt: skip
-    out().print(table(["model", "groups", "FLOPs left", "params left", "seconds", "export alone"], rows))
+        records = sweep(specs, results, flops, processes, seconds, retry, lambda text: typer.echo(text, err=True))
+    heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export alone", "torch-pruning"]
+    out().print(table(heads, [_row(record) for record in records]))
     out().print(f"{sum(r['verified'] for r in records)} of {len(records)} pruned and verified")
+    if beside := [r[PEER] for r in records if PEER in r]:
+        out().print(f"torch-pruning: {sum(p['verified'] for p in beside)} of {len(beside)}")
+
+
+def _row(record: Record) -> list[str]:
+    peer = _peer(record.get(PEER))
+    if not record["verified"]:
+        return [record["model"], "-", "-", "-", "-", record["why"][:60], peer]
+    left = [f"{record[key][1] / record[key][0]:.1%}" for key in ("macs", "params")]
+    export = record["seconds"]["export"]
+    own = sum(record["seconds"].values()) - export
+    return [record["model"], str(record["groups"]), *left, f"{own:.1f}", f"{export:.1f}", peer]
+
+
+def _peer(record: Record | None) -> str:
+    if record is None:
+        return ""
+    if not record["verified"]:
+        return record["why"][:40]
+    return f"{record['macs'][1] / record['macs'][0]:.1%} in {record['seconds']:.1f} s"
 
 
 def _specs(given: str) -> list[str]:

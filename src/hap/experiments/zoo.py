@@ -1,13 +1,14 @@
 """Prune many models of other libraries, one process each, and write down what became of each.
 
-python -m hap.experiments.zoo tv:resnet18        # one model: prints its record as JSON
+python -m hap.experiments.zoo tv:resnet18 0.5 hap       # one model: prints its record as JSON
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,112 +18,124 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import hap
-from hap.errors import HapError
+from hap.examples import call_arguments, run
+from hap.experiments.zoo_models import build
+from hap.experiments.zoo_peer import measure_peer
 from hap.files import write_json
+from hap.parts import captures, parts
 from hap.provenance import provenance
 
 Record = dict[str, Any]
-
-
-def build(spec: str) -> tuple[nn.Module, Tensor]:
-    """A randomly initialised model and an example: `tv:NAME` (torchvision), `timm:NAME` or `hap:NAME`."""
-    family, _, name = spec.partition(":")
-    torch.manual_seed(0)
-    if family == "tv":
-        tv = import_torchvision()
-        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-        return tv.models.get_model(name, weights=None, **options).eval(), torch.randn(1, 3, *_side(name))
-    if family == "timm":
-        import_torchvision()
-        import timm
-
-        model = timm.create_model(name).eval()
-        return model, torch.randn(1, *model.pretrained_cfg["input_size"])
-    if family == "hap":
-        return hap.models.build(name).eval(), torch.randn(1, *hap.models.info(name).input_shape)
-    raise HapError(f"model is {spec!r}; expected tv:NAME, timm:NAME or hap:NAME")
-
-
-def _side(name: str) -> tuple[int, int]:
-    return (299, 299) if name == "inception_v3" else (224, 224)
-
-
-def import_torchvision() -> Any:
-    """torchvision, also where its compiled operators do not fit this torch: then their names alone are declared."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for _ in range(50):
-        try:
-            import torchvision
-
-            return torchvision
-        except RuntimeError as error:
-            if (missing := re.search(r"torchvision::(\w+) does not exist", str(error))) is None:
-                raise
-            library.define(f"{missing[1]}(Tensor x) -> Tensor")
-            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-                del sys.modules[name]
-    raise HapError("torchvision cannot be imported: too many operators are missing")
+PEER = "torch_pruning"
 
 
 def measure(spec: str, flops: float) -> Record:
-    """Prune one model by magnitude to a share of its FLOPs, checked by running it; seconds are of one thread."""
+    """Prune one model by magnitude to a share of its FLOPs, checked by running it; seconds are of one thread.
+
+    A model that torch.export cannot capture is pruned by its parts.
+    """
     torch.set_num_threads(1)
     model, example = build(spec)
     record: Record = {"model": spec, "flops": flops, "revision": provenance()["revision"]}
-    times = {}
+    seconds: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
-        result = work()
-        times[name] = time.perf_counter() - begun
-        return result
+        try:
+            return work()
+        finally:
+            seconds[name] = time.perf_counter() - begun
 
     try:
-        with torch.no_grad():
-            timed("export", lambda: torch.export.export(model, (example,), strict=False))
-        groups = timed("trace", lambda: hap.trace(model, example))
-        scores = hap.score(model, groups, None, None, "magnitude")
+        outline = _outline(run(model, example))
+        subject, inputs = model, example
+        if not timed("export", lambda: captures(model, *call_arguments(example))):
+            subject = timed("parts", lambda: parts(model, example))
+            record["parts"], inputs = list(dict.fromkeys(subject.names)), subject.example
+            timed("export", lambda: captures(subject, *call_arguments(inputs)))
+        groups = timed("trace", lambda: hap.trace(subject, inputs))
+        scores = hap.score(subject, groups, None, None, "magnitude")
         plan = timed("plan", lambda: hap.plan(groups, scores, hap.Budget(flops=flops)))
-        timed("apply", lambda: hap.apply_(model, plan, example=example))
-        count = hap.cost(model, example)
+        timed("apply", lambda: hap.apply_(subject, plan, example=inputs))
+        count = hap.cost(subject, inputs)
         record |= {
-            "verified": True, "groups": len(groups), "units": groups.units, "exact": plan.exact,
+            "verified": _outline(run(model, example)) == outline, "groups": len(groups), "units": groups.units,
+            "exact": plan.exact,
             "params": [plan.before.params, plan.after.params], "macs": [plan.before.macs, plan.after.macs],
             "counted": [count.params, count.macs], "frozen": [f"{f.what}: {f.why}" for f in groups.frozen][:20],
         }  # fmt: skip
+        if not record["verified"]:
+            record["why"] = "the outputs of the whole model are of another kind"
     except Exception as error:  # whatever a foreign model raises is the record's reason
         record |= {"verified": False, "why": f"{type(error).__name__}: {str(error).strip()}"[:400]}
-    return record | {"seconds": times}
+    return record | {"seconds": seconds}
+
+
+def _outline(outputs: Any) -> Any:
+    """What stays the same whatever the values are: a detector finds more or fewer boxes, but boxes."""
+    leaves, structure = pytree.tree_flatten(outputs)
+    return structure, [(x.dtype, x.ndim) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
 def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,
-          say: Callable[[str], None] = print) -> list[Record]:  # fmt: skip
-    """Measure every model in a process of its own; what is in `out` already is not done again."""
-    known: dict[str, Record] = {}
-    if out.exists():
-        known = {r["model"]: r for r in json.loads(out.read_text(encoding="utf-8"))["models"] if r["flops"] == flops}
+          retry: bool = False, say: Callable[[str], None] = print) -> list[Record]:  # fmt: skip
+    """Measure every model in a process of its own, and beside it torch-pruning in another where that is installed.
+
+    What is in `out` already is not done again; with `retry`, what failed there is.
+    """
+    known = _known(out, flops, specs if retry else ())
+    beside = _has_peer()
 
     def one(spec: str) -> Record:
-        return known[spec] if spec in known else _in_process(spec, flops, seconds)
+        record = known.get(spec) or _in_process(spec, flops, seconds)
+        if beside and PEER not in record:
+            peer = _in_process(spec, flops, seconds, PEER)
+            record = record | {PEER: {k: v for k, v in peer.items() if k not in ("model", "flops")}}
+        return record
 
     with ThreadPoolExecutor(processes) as pool:
         for record in pool.map(one, specs):
             known[record["model"]] = record
-            say(f"{'ok  ' if record['verified'] else 'FAIL'} {record['model']} {record.get('why', '')}")
-            done = [known[s] for s in specs if s in known]
+            say(f"{_verdict(record)} {record['model']} {record.get('why', '')}")
             write_json(
                 out,
-                {"kind": "hap-zoo", "format": 1, "flops": flops, "limit_seconds": seconds, "models": done}
+                {"kind": "hap-zoo", "format": 2, "flops": flops, "limit_seconds": seconds, "processes": processes}
+                | {"models": list(known.values()), "versions": _versions()}
                 | provenance(),
             )
     return [known[s] for s in specs]
 
 
-def _in_process(spec: str, flops: float, seconds: float) -> Record:
-    command = [sys.executable, "-m", "hap.experiments.zoo", spec, str(flops)]
+def _has_peer() -> bool:
+    return importlib.util.find_spec(PEER) is not None
+
+
+def _known(out: Path, flops: float, again: Sequence[str]) -> dict[str, Record]:
+    """Records of an earlier sweep, without failures of models that are to be tried again."""
+    if not out.exists():
+        return {}
+    records = json.loads(out.read_text(encoding="utf-8"))["models"]
+    return {r["model"]: r for r in records if r["flops"] == flops and (r["verified"] or r["model"] not in again)}
+
+
+def _verdict(record: Record) -> str:
+    peer = record.get(PEER)
+    beside = "" if peer is None else " beside ok  " if peer["verified"] else " beside FAIL"
+    return ("ok  " if record["verified"] else "FAIL") + beside
+
+
+def _versions() -> dict[str, str]:
+    """The libraries whose models were built."""
+    names = ("torchvision", "timm", "transformers", "torch_pruning")
+    return {n: importlib.metadata.version(n) for n in names if importlib.util.find_spec(n)}
+
+
+def _in_process(spec: str, flops: float, seconds: float, tool: str = "hap") -> Record:
+    command = [sys.executable, "-m", "hap.experiments.zoo", spec, str(flops), tool]
     record = {"model": spec, "flops": flops, "verified": False}
     try:
         run = subprocess.run(
@@ -136,5 +149,15 @@ def _in_process(spec: str, flops: float, seconds: float) -> Record:
     return json.loads(lines[-1])
 
 
+def main(spec: str, flops: str, tool: str) -> None:
+    torch.compiler.set_stance("force_eager")  # parts of torchvision compile themselves where their kernels are missing
+    if tool == PEER:
+        torch.set_num_threads(1)
+        record = measure_peer(lambda: build(spec), float(flops))
+    else:
+        record = measure(spec, float(flops))
+    print(json.dumps(record))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.5)))
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""Models of other libraries by name, randomly initialised, each with an example to run it on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hap
+from hap.errors import HapError
+from hap.experiments.zoo_hugging_face import HUGGING_FACE
+
+
+def build(spec: str) -> tuple[nn.Module, Any]:
+    """A model in eval mode and an example: `tv:NAME` (torchvision), `timm:NAME`, `hf:NAME` or `hap:NAME`."""
+    family, _, name = spec.partition(":")
+    if family not in FAMILIES:
+        raise HapError(f"model is {spec!r}; expected tv:NAME, timm:NAME, hf:NAME or hap:NAME")
+    torch.manual_seed(0)
+    model, example = FAMILIES[family](name)
+    return model.eval(), example
+
+
+def _ours(name: str) -> tuple[nn.Module, Any]:
+    return hap.models.build(name), torch.randn(1, *hap.models.info(name).input_shape)
+
+
+def _timm(name: str) -> tuple[nn.Module, Any]:
+    import_torchvision()
+    import timm
+
+    model = timm.create_model(name)
+    return model, torch.randn(1, *model.pretrained_cfg["input_size"])
+
+
+# ---- torchvision --------------------------------------------------------------------------------------------
+
+DETECTORS = ("fasterrcnn", "fcos", "keypointrcnn", "maskrcnn", "retinanet", "ssd")
+"""These take a list of images of any size and return boxes, as many as they find."""
+
+SEGMENTERS = ("deeplabv3", "fcn", "lraspp")
+
+
+def _torchvision(name: str) -> tuple[nn.Module, Any]:
+    library = import_torchvision()
+    if name.startswith(DETECTORS):
+        sizes = {} if name.startswith("ssd") else {"min_size": 224, "max_size": 224}  # the smallest side, not 800
+        model = library.models.get_model(name, weights=None, weights_backbone=None, **sizes)
+        return model, ([torch.rand(3, 224, 224)],)
+    if name.startswith(SEGMENTERS):
+        return library.models.get_model(name, weights=None, weights_backbone=None), torch.randn(1, 3, 224, 224)
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    side = 299 if name == "inception_v3" else 224
+    return library.models.get_model(name, weights=None, **options), torch.randn(1, 3, side, side)
+
+
+def import_torchvision() -> Any:
+    """torchvision, also where its compiled operators do not fit this torch: then their names alone are declared.
+
+    Detectors need one of these operators to run at all, non-maximum suppression; that one is given a body.
+    """
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for _ in range(50):
+        try:
+            import torchvision
+        except RuntimeError as error:
+            if (missing := re.search(r"torchvision::(\w+) does not exist", str(error))) is None:
+                raise
+            library.define(f"{missing[1]}(Tensor x) -> Tensor")
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+        else:
+            if not torchvision.extension._has_ops():
+                torchvision.ops.boxes.nms = suppress
+            return torchvision
+    raise HapError("torchvision cannot be imported: too many operators are missing")
+
+
+def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """The boxes that no better one overlaps by more than the threshold, best first: non-maximum suppression."""
+    from torchvision.ops import box_iou
+
+    order = scores.argsort(descending=True, stable=True)
+    overlapping = box_iou(boxes[order], boxes[order]) > iou_threshold
+    alive = torch.ones(len(order), dtype=torch.bool)
+    for i in range(len(order)):
+        if alive[i]:
+            alive[i + 1 :] &= ~overlapping[i, i + 1 :]
+    return order[alive]
+
+
+def _hugging_face(name: str) -> tuple[nn.Module, Any]:
+    if name not in HUGGING_FACE:
+        raise HapError(f"unknown model 'hf:{name}'; known are {', '.join(HUGGING_FACE)}")
+    import_torchvision()  # transformers looks for it
+    import transformers
+
+    cls, settings, example = HUGGING_FACE[name]
+    network = getattr(transformers, cls)
+    return network(network.config_class(**settings)), example()
+
+
+FAMILIES: dict[str, Callable[[str], tuple[nn.Module, Any]]] = {
+    "hap": _ours, "tv": _torchvision, "timm": _timm, "hf": _hugging_face,
+}  # fmt: skip

@@ -1,0 +1,84 @@
+"""Models that torch.export cannot capture are pruned by their parts, in place and under their own names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hap
+from hap.parts import captures, parts
+
+
+class Detector(nn.Module):
+    """A backbone, a head that runs on each of its maps, and a choice by value between them and the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
+        self.head = nn.Sequential(nn.Conv2d(8, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 5, 1))
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, images: list[Tensor], threshold: float = 0.0) -> list[dict[str, Tensor]]:
+        found = []
+        for image in images:
+            maps = self.backbone(image[None])
+            both = [self.head(m).flatten(2)[0].T for m in (maps, nn.functional.max_pool2d(maps, 2))]
+            boxes = torch.cat(both) * self.scale
+            found.append({"boxes": boxes[boxes[:, 0] > threshold]})
+        return found
+
+
+def _detector() -> tuple[Detector, tuple[list[Tensor]]]:
+    return Detector().double().eval(), ([torch.randn(3, 8, 8, dtype=torch.float64) for _ in range(2)],)
+
+
+def test_parts_are_the_largest_that_can_be_captured() -> None:
+    model, example = _detector()
+    assert not captures(model, example, {})
+    view = parts(model, example)
+    assert view.names == ["backbone"] * 2 + ["head"] * 4
+    assert dict(view.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert hap.cost(view, view.example).macs == hap.cost(model, example).macs
+
+
+def test_pruning_the_view_prunes_the_model() -> None:
+    model, example = _detector()
+    view = parts(model, example)
+    groups = hap.trace(view, view.example)
+    assert {n: len(g) for n, g in groups.items()} == {"backbone.0": 16, "head.0": 24}
+    plan = hap.plan(groups, hap.score(view, groups, None, None, "magnitude"), hap.Budget(flops=0.5))
+
+    masked = copy.deepcopy(model)
+    for cut in plan.cuts:
+        gone = [i for i in range(cut.size) if i not in cut.keep]
+        masked.get_parameter(cut.name).data.index_fill_(cut.dim, torch.tensor(gone, dtype=torch.int64), 0)
+    hap.apply_(view, plan, example=view.example)
+    count = hap.cost(model, example)
+    assert (count.params, count.macs) == (plan.after.params, plan.after.macs)
+    for seen, wanted in zip(model(*example), masked(*example), strict=True):
+        torch.testing.assert_close(seen["boxes"], wanted["boxes"], rtol=0, atol=1e-10)
+
+
+def test_recording_leaves_the_model_as_it_was() -> None:
+    model, example = _detector()
+    model.train()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    parts(model, example)
+    assert model.training and not any(m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_model_without_such_parts_is_refused() -> None:
+    class Chooser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight)[x > 0]
+
+    with pytest.raises(hap.HapError, match="can capture no part of Chooser on this example"):
+        parts(Chooser(), torch.randn(4))
