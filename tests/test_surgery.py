@@ -1,6 +1,7 @@
 """apply_: the pruned model is the dense one with zeros, on every network of the table, in both couplings."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -187,17 +188,26 @@ def test_flags_modes_and_gradients() -> None:
 
 
 class Counts(nn.Module):
-    """Doubles what enters when that has an odd number of channels: not what any plan says."""
+    """Doubles what enters when that has five channels: not what any plan says."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + x.shape[1] % 2)
+        return x * (1 + (x.shape[1] == 5))
+
+
+def test_a_forward_that_counts_its_channels_is_left_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)).double().eval()
+    model.register_forward_hook(lambda m, args, output: output / m[0].weight.shape[0])
+    groups = hap.trace(model, torch.randn(1, 3, 8, 8, dtype=torch.float64))
+    assert not len(groups) and "the model's forward counts on its size" in str(groups)
 
 
 def test_verify_refuses_and_leaves_the_model() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), Counts(), nn.Conv2d(6, 2, 3)).double().eval()
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 2, 3)).double().eval()
     example = torch.randn(1, 3, 8, 8, dtype=torch.float64)
     plan = hap.draft(hap.trace(model, example), {"0": [0]})
+    model = nn.Sequential(*model[:1], Counts(), *model[1:]).eval()
+    plan = dataclasses.replace(plan, cuts=tuple(dataclasses.replace(c, name=c.name.replace("1.", "2.")) for c in plan.cuts))
     before, wanted = snapshot(model), run(model, example)
     with pytest.raises(hap.HapError, match=r"does not do what the plan says.*output 0 is off by"):
         hap.apply_(model, plan, example=example)

@@ -199,6 +199,8 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
     result, known = sides[0]
     for labels, shape in sides[1:]:
         if _has_say(result, shape) and _has_say(labels, known):
+            both = torch.broadcast_tensors(result, labels)
+            together = compress(torch.where(both[0] != 0, *both))
             if _lacks_axis(shape, result):
                 tracer.partial.append((result.numpy(), labels.numpy(), [d for d, size in enumerate(shape) if size > 1]))
             elif _lacks_axis(known, labels):
@@ -207,8 +209,8 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
                 tracer.freeze(result if varies(result) else labels, name, "meets something that is never cut")
             else:
                 tracer.join(result.numpy(), labels.numpy())
-            first, second = torch.broadcast_tensors(result, labels)
-            result = compress(torch.where(first != 0, first, second))
+                together = min(result, labels, key=Tensor.numel)  # joined, either speaks for both
+            result = together
         else:  # one operand is stretched over the other's cut axis: it cannot be cut itself
             result, stretched = (labels, result) if _has_say(result, shape) else (result, labels)
             tracer.freeze(stretched, name, "stretched over an axis that is cut")

@@ -31,7 +31,6 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
-    _check_runs(model, example)
     tracer = Tracer(model, _capture(model, example), coupling)
     tracer.run()
     groups = tracer.finish(describe(example))
@@ -61,6 +60,7 @@ def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
         with evaluating(model), torch.no_grad():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
+        _check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise HapError(
             f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
@@ -154,8 +154,10 @@ class Tracer:
         self.roles.setdefault(key, role if role != "out" or parameter in self.trainable else "free")
 
     def join(self, a: Ints, b: Ints) -> None:
-        a, b = np.broadcast_arrays(a, b)
-        self.edges.append((a.ravel(), b.ravel()))
+        a, b = (x.ravel() for x in np.broadcast_arrays(a, b))
+        different = np.flatnonzero(a != b)
+        if len(different):
+            self.edges.append((a[different], b[different]))
 
     def freeze(self, labels: Tensor | Ints, what: str, why: str) -> None:
         flat = np.unique(np.asarray(labels))
@@ -304,12 +306,9 @@ class Tracer:
         narrow = np.concatenate([none, *(n for n, _ in self.feeds)])
         wide = np.concatenate([none, *(w for _, w in self.feeds)])
         while True:
-            a, b = (
-                (np.concatenate([none, *side]) for side in zip(*self.edges, strict=True))
-                if self.edges
-                else (none, none)
-            )
+            a, b = (np.concatenate([none, *(edge[i] for edge in self.edges)]) for i in range(2))
             root = components(self._next, a, b)
+            self.edges = [(np.arange(self._next), root)]  # says the same in fewer words
             low, high = root[narrow], root[wide]
             merge = (np.isin(low, high) | (low == 0)) & (low != high)
             self.join(low[merge], high[merge])
