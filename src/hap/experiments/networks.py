@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap import models
+from hap import models, zoo
 from hap.checkpoint import Checkpoint
 from hap.data import Data
 from hap.errors import HapError
@@ -84,9 +84,11 @@ def about(spec: str, data: Data) -> dict[str, Any]:
 def open_checkpoint(path: str | Path, spec: str | None = None) -> tuple[nn.Module, Checkpoint, str]:
     """The network in a checkpoint, what the checkpoint says, and the name of the network.
 
-    A zoo name in the checkpoint is enough. `package.module:factory` is code, which a checkpoint must not choose: that
-    comes from the caller or not at all.
+    `zoo:NAME` is a trained network by its name. A model's name in the checkpoint is enough. `package.module:factory` is
+    code, which a checkpoint must not choose: that comes from the caller or not at all.
     """
+    if str(path).startswith("zoo:"):
+        path = zoo.path(str(path).removeprefix("zoo:"))
     checkpoint = hap.read(path)
     stored = checkpoint.about.get("model")
     if spec is None and not isinstance(stored, str):
