@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
+from typer.testing import CliRunner
 
 import hap
+from hap.cli import app
 from hap.data import Data, Split
-from hap.experiments.campaign import Folders, Job, pending, select, status, work_off
+from hap.experiments import sensitivity
+from hap.experiments.campaign import Folders, Job, estimate, pending, select, status, work_off
+from hap.experiments.cifar10 import headline_networks
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
+from hap.experiments.sensitivity import Look
+from hap.experiments.starting import BorrowedStep, EigenStep, opened
+from hap.files import write_json
 
 
 @pytest.fixture
 def data() -> Data:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (96, 3, 8, 8), dtype=torch.uint8, generator=generator)
     labels = torch.arange(96) % 10
-    return Data(Split(images, labels), Split(images[:32], labels[:32]), 10, (0.5,) * 3, (0.25,) * 3, "fake", 4, True)
+    return Data(Split(images, labels), Split(images[:32], labels[:32]), 10, (0.5,) * 3, (0.25,) * 3, "fake", 1, True)
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
     return Folders(tmp_path / "results", tmp_path / "zoo", tmp_path / "work")
+
+
+def quiet(_: str) -> None:
+    pass
 
 
 def make_jobs(epochs: int = 2) -> list[Job]:
@@ -37,42 +50,173 @@ def make_jobs(epochs: int = 2) -> list[Job]:
     ]
 
 
+def put_dense(folders: Folders) -> None:
+    """A dense network as a finished job leaves it."""
+    torch.manual_seed(0)
+    hap.save(folders.network("dense"), hap.models.build("resnet20"))
+    write_json(folders.result("dense"), {})
+
+
 def test_jobs_wait_for_their_dense_network_and_leave_results(data: Data, folders: Folders) -> None:
     jobs = make_jobs(1)
     assert [j.name for j in pending(jobs, folders)] == ["dense"]
     assert status(jobs, folders) == {"done": [], "ready": ["dense"], "waiting": ["pruned"]}
-    work_off(jobs, data, folders, say=lambda _: None)
+    work_off(jobs, data, folders, say=quiet)
     result = json.loads(folders.result("pruned").read_text())
     assert status(jobs, folders)["done"] == ["dense", "pruned"]
     assert result["macs_left"] <= 0.5 and result["params_left"] <= 0.3
     model = hap.load(folders.network("pruned"), hap.models.build("resnet20"))
     assert hap.evaluate(model, data).accuracy == result["accuracy_in_half_precision"]
-    assert hap.cost(model, torch.zeros(1, 3, 32, 32)).params == result["params"]
+    assert hap.cost(model, torch.zeros(1, 3, 8, 8)).params == result["params"]
 
 
 def test_a_time_limit_stops_between_epochs_and_the_same_call_goes_on(data: Data, folders: Folders) -> None:
     jobs = make_jobs(2)[:1]
-    work_off(jobs, data, folders, seconds=1e-3, say=lambda _: None)
+    work_off(jobs, data, folders, seconds=1e-3, say=quiet)
     assert not folders.result("dense").exists()
-    work_off(jobs, data, folders, say=lambda _: None)
+    work_off(jobs, data, folders, say=quiet)
     stopped = json.loads(folders.result("dense").read_text())
     again = Folders(folders.results / "b", folders.networks / "b", folders.work / "b")
-    work_off(jobs, data, again, say=lambda _: None)
+    work_off(jobs, data, again, say=quiet)
     assert stopped["history"]["loss"] == json.loads(again.result("dense").read_text())["history"]["loss"]
 
 
-def test_targets_select_jobs_and_unknown_ones_are_refused() -> None:
+def test_a_dense_network_that_was_not_kept_is_trained_again_only_where_a_job_needs_it(folders: Folders) -> None:
     jobs = make_jobs()
-    assert [j.name for j in select(jobs, "rows")] == ["pruned"]
+    put_dense(folders)
+    folders.network("dense").unlink()
+    assert status(jobs, folders) == {"done": [], "ready": ["dense"], "waiting": ["pruned"]}
+    write_json(folders.result("pruned"), {})
+    assert status(jobs, folders) == {"done": ["dense", "pruned"], "ready": [], "waiting": []}
+
+
+def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    job = replace(make_jobs(1)[1], name="eigen", prune=EigenStep("eigen", 0.5), most_params=None)
+    work_off([job], data, folders, seconds=1e-3, say=quiet)
+    work_off([job], data, folders, say=quiet)
+    result = json.loads(folders.result("eigen").read_text())
+    assert result["prune"]["criterion"] == "eigendamage" and result["ranks"] and result["units"] is None
+    assert 0.4 < result["params_left"] <= 0.5
+    model = opened(folders.network("eigen"), "resnet20", 10)
+    assert hap.evaluate(model, data).accuracy == result["accuracy_in_half_precision"]
+
+
+def test_a_plan_of_another_library_is_waited_for_and_carried_out(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    job = replace(make_jobs(1)[1], name="b", prune=BorrowedStep("theirs", 0.95, "taylor"), most_params=None)
+    assert pending([job], folders) == []
+    removed = {"layer1.0.conv1": [0, 3, 5], "layer3.2.conv1": list(range(40))}
+    write_json(folders.plans / "theirs.json", {"coupling": "joint", "removed": removed})
+    work_off([job], data, folders, say=quiet)
+    result = json.loads(folders.result("b").read_text())
+    assert result["units"]["layer1.0.conv1"] == [13, 0, 3] and result["units"]["layer3.2.conv1"] == [24, 0, 40]
+    tight = replace(job, name="c", prune=BorrowedStep("theirs", 0.5, "taylor"))
+    with pytest.raises(hap.HapError, match=r"theirs\.json leaves 0\.\d+ of the FLOPs; expected at most 0\.5"):
+        work_off([tight], data, folders, say=quiet)
+
+
+def test_all_the_help_of_protocol_best_goes_together(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    best = next(j for j in cifar10_jobs() if j.name == "resnet56-best-implant-53.0-seed0")
+    recipe = replace(best.recipe, epochs=1, batch=32, precision="fp32")
+    job = replace(best, model="resnet20", recipe=recipe, dense="dense")
+    assert best.teacher and best.prune.compensate and best.prune.per_cost and recipe.distill and recipe.ema
+    work_off([job], data, folders, say=quiet)
+    result = json.loads(folders.result(job.name).read_text())
+    assert result["teacher"] == "dense" and result["macs_left"] <= 0.53
+    assert sum(implanted for _, implanted, _ in result["units"].values()) > 0
+
+
+def test_targets_select_jobs_with_the_dense_ones_they_need_and_unknown_ones_are_refused() -> None:
+    jobs = make_jobs()
+    assert [j.name for j in select(jobs, "rows")] == ["dense", "pruned"]
     assert select(jobs, "all") == jobs
     with pytest.raises(hap.HapError, match=r"target is 'nothing'.*rows, tables"):
         select(jobs, "nothing")
+
+
+# ---- the paper's jobs ---------------------------------------------------------------------------------------
 
 
 def test_the_papers_jobs_have_distinct_names_and_start_from_jobs_that_exist() -> None:
     jobs = cifar10_jobs()
     names = [j.name for j in jobs]
     assert len(set(names)) == len(names)
-    assert all(j.dense is None or j.dense in names for j in jobs)
-    assert {j.recipe.epochs for j in jobs if j.prune} == {160}
-    assert sum(j.prune is not None and j.recipe.seed == 0 for j in jobs) == 25
+    places = {name: i for i, name in enumerate(names)}
+    assert all(j.dense is None or places[j.dense] < places[j.name] for j in jobs)
+    protocols = {j.name.split("-")[1]: j.recipe.epochs for j in jobs if j.prune}
+    assert protocols == {"paper": 160, "best": 160, "short": 40}
+    assert all(j.teacher == ("-best-" in j.name) for j in jobs if j.prune)
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "runs"),
+    [("resnet56", 10, 18), ("ablation", 17, 21), ("implants", 10, 18), ("vgg16", 3, 9), ("preresnet29", 1, 3),
+     ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 24)],
+)  # fmt: skip
+def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -> None:
+    jobs = [j for j in cifar10_jobs() if target in j.targets]
+    assert len({j.name.rpartition("-seed")[0] for j in jobs}) == rows
+    assert len(jobs) == runs
+
+
+def test_the_telling_jobs_come_first() -> None:
+    names = [j.name for j in cifar10_jobs()]
+    order = ["resnet56-paper-hap-38.74-seed0", "vgg16-dense-paper-seed0", "vgg16-paper-hap-7.5-seed2",
+             "preresnet29-paper-hap-31.0-seed0", "resnet56-best-implant-53.0-seed0",
+             "resnet56-paper-magnitude-38.74-seed0", "wideresnet32-short-eigendamage-18.0-seed0"]  # fmt: skip
+    assert [names.index(n) for n in order] == sorted(names.index(n) for n in order)
+
+
+def test_estimates_are_in_epochs_of_resnet56() -> None:
+    jobs = {j.name: j for j in cifar10_jobs()}
+    assert estimate(jobs["resnet56-dense-paper-seed0"]) == 200
+    assert estimate(jobs["resnet56-best-implant-53.0-seed0"]) == pytest.approx(160 * 4 / 3)
+    assert estimate(jobs["vgg16-paper-hap-7.5-seed0"]) == pytest.approx(160 * 313201664 / 125747840)
+
+
+def test_handed_out_networks_are_of_seed_0() -> None:
+    names, jobs = headline_networks(), {j.name: j for j in cifar10_jobs()}
+    assert names["resnet56-cifar10-hap-implant-40"] == "resnet56-paper-implant-40.7-seed0"
+    assert len(names) == 15 and all(jobs[run].recipe.seed == 0 for run in names.values())
+
+
+def test_status_lists_the_jobs_in_order_with_their_state_and_cost(tmp_path: Path) -> None:
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+    found = CliRunner().invoke(app, ["reproduce", "vgg16", "--status", *places])
+    lines = [line.split() for line in found.output.splitlines() if line.strip().startswith("vgg16")]
+    assert lines[0] == ["vgg16-dense-paper-seed0", "ready", "498"]
+    assert lines[3] == ["vgg16-paper-hap-29.7-seed0", "waiting", "399"]
+    assert "0 of 12 networks trained" in found.output
+    looks = CliRunner().invoke(app, ["reproduce", "sensitivity", *places])
+    assert ["sensitivity-probes", "waiting", "-"] in [line.split() for line in looks.output.splitlines()]
+
+
+# ---- figures about the scores -------------------------------------------------------------------------------
+
+
+def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    looks = [
+        Look("layers", "resnet20", "layers", "dense"),
+        Look("probes", "resnet20", "probes", "dense", probes=3),
+        Look("seconds", "resnet20", "seconds", probes=2),
+        Look("later", "resnet20", "layers", "none yet"),
+    ]
+    assert sensitivity.status(looks, folders) == {
+        "done": [], "ready": ["layers", "probes", "seconds"], "waiting": ["later"],
+    }  # fmt: skip
+    sensitivity.take(looks, data, folders, "abc", quiet)
+    records = {name: json.loads(folders.result(name).read_text()) for name in ("layers", "probes", "seconds")}
+    model = hap.load(folders.network("dense"), hap.models.build("resnet20")).eval()
+    groups = hap.trace(model, torch.zeros(1, 3, 8, 8), "union")
+    scores = hap.score(model, groups, data.calibration(96, 0), functional.cross_entropy, "hessian")
+    stored = torch.tensor(records["layers"]["layers"]["layer1.0.conv1"]["scores"], dtype=torch.float64)
+    torch.testing.assert_close(stored, scores["layer1.0.conv1"], rtol=1e-4, atol=0)
+    fates = {f for layer in records["layers"]["layers"].values() for f in layer["fate"]}
+    assert fates == {"kept", "implanted", "removed"}
+    assert [len(c["mean"]) for c in records["probes"]["channels"]] == [3] * 4
+    assert records["seconds"]["exact_seconds"] > 0 and records["seconds"]["probes"] == 2
+    assert all(r["revision"] == "abc" for r in records.values())
+    assert sensitivity.status(looks, folders)["ready"] == []

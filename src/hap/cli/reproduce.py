@@ -9,23 +9,34 @@ import typer
 
 import hap
 from hap.cli.options import Device
-from hap.cli.screen import out, resumable, table
-from hap.experiments.campaign import Folders, select, status, work_off
-from hap.experiments.cifar10 import jobs
+from hap.cli.screen import out, resumable, table, wrote
+from hap.data import Data
+from hap.experiments import sensitivity
+from hap.experiments.campaign import Folders, Job, estimate, select, status, work_off
+from hap.experiments.cifar10 import dense_name, headline_networks, jobs
 from hap.experiments.networks import pick_device
+from hap.experiments.sensitivity import Look
+
+TARGETS = ("dense", "resnet56", "vgg16", "preresnet29", "best", "ablation", "implants", "head-to-head", "curves")
 
 
 def reproduce(
     target: Annotated[
-        str, typer.Argument(help="A table or figure by name (dense, resnet56, ablation, implants), or all.")
+        str, typer.Argument(help=f"A table or figure by name ({', '.join(TARGETS)}, {sensitivity.TARGET}), or all.")
     ],
     data: Annotated[str | None, typer.Option(help="The folder with CIFAR-10.")] = None,
     state: Annotated[bool, typer.Option("--status", help="Only say what is done and what is left.")] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
+    ] = False,
     together: Annotated[int, typer.Option(help="How many networks to train side by side.")] = 8,
     seconds: Annotated[float | None, typer.Option(help="Stop in time for this many seconds, to go on later.")] = None,
     results: Annotated[Path, typer.Option(help="One result file per run.")] = Path("results/cifar10"),
     networks: Annotated[Path, typer.Option(help="Finished networks, in half precision.")] = Path("zoo"),
     work: Annotated[Path, typer.Option(help="What resuming needs.")] = Path("runs/cifar10"),
+    page: Annotated[Path, typer.Option(help="The page that --render writes; figures go to images/ beside it.")] = Path(
+        "docs/results.md"
+    ),
     revision: Annotated[str | None, typer.Option(help="The source revision to record, where git cannot tell.")] = None,
     device: Device = None,
 ) -> None:
@@ -35,12 +46,59 @@ def reproduce(
     Examples:
       hap reproduce all --status
       hap reproduce ablation --data data/cifar10 --together 8 --seconds 1500
+      hap reproduce all --render
     """
-    chosen, folders = select(jobs(), target), Folders(results, networks, work)
+    folders = Folders(results, networks, work)
+    if render:
+        _render(folders, page)
+        return
+    looks = sensitivity.looks(dense_name("resnet56", "paper", 0)) if target in ("all", sensitivity.TARGET) else []
+    chosen = _jobs(target, looks)
     if state or data is None:
-        found = status(chosen, folders)
-        out().print(table(["run", "state"], [[name, what] for what, names in found.items() for name in names]))
+        _show(chosen, looks, folders)
         return
     loaded = hap.data.load(data, device=pick_device(device))
     with resumable("the same command goes on where it stopped"):
-        work_off(chosen, loaded, folders, together, seconds, revision, say=lambda text: typer.echo(text, err=True))
+        _work(chosen, looks, loaded, folders, together, seconds, revision)
+
+
+def _jobs(target: str, looks: list[Look]) -> list[Job]:
+    """The jobs of a target; for the sensitivity figures, the dense network that they look at."""
+    if target != sensitivity.TARGET:
+        return select(jobs(), target)
+    return [job for job in jobs() if job.name in {look.dense for look in looks}]
+
+
+def _work(chosen: list[Job], looks: list[Look], data: Data, folders: Folders, together: int, seconds: float | None,
+          revision: str | None) -> None:  # fmt: skip
+    """Looks are short, so they come first where their networks are there, and again after the training."""
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    sensitivity.take(looks, data, folders, revision, say)
+    work_off(chosen, data, folders, together, seconds, revision, say)
+    sensitivity.take(looks, data, folders, revision, say)
+
+
+def _show(chosen: list[Job], looks: list[Look], folders: Folders) -> None:
+    """The jobs in the order in which they run, with what each is expected to cost."""
+    found = status(chosen, folders)
+    seen = {name: what for what, names in found.items() for name in names}
+    rows = [[job.name, seen[job.name], f"{estimate(job):.0f}"] for job in chosen]
+    rows += [[name, what, "-"] for what, names in sensitivity.status(looks, folders).items() for name in names]
+    left = sum(estimate(job) for job in chosen if seen[job.name] != "done")
+    out().print(table(["run", "state", "ResNet56 epochs"], rows))
+    out().print(
+        f"{len(found['done'])} of {len(chosen)} networks trained; what is left takes as many multiply-adds as "
+        f"{left:.0f} epochs of a dense ResNet56",
+        markup=False,
+    )
+
+
+def _render(folders: Folders, page: Path) -> None:
+    from hap.report.results import write_results
+
+    manifest = hap.zoo.write_manifest(headline_networks(), folders.networks, folders.results)
+    for path in [*write_results(folders, page, manifest), folders.networks / hap.zoo.MANIFEST]:
+        wrote(path)

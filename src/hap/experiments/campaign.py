@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +16,8 @@ import hap
 from hap.checkpoint import load, read, save
 from hap.data import Data
 from hap.errors import HapError
-from hap.experiments.config import PruneStep
 from hap.experiments.networks import example_of, fresh
-from hap.experiments.steps import prune_step, score_step
+from hap.experiments.starting import BorrowedStep, Step, describe, opened, prune
 from hap.files import write_json
 from hap.plans import Plan
 from hap.provenance import provenance
@@ -25,6 +25,7 @@ from hap.recipes import Recipe
 from hap.training import History, evaluate, train_many
 
 Say = Callable[[str], None]
+KIND = "hap-cifar10"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Job:
     recipe: Recipe
     targets: tuple[str, ...]
     dense: str | None = None
-    prune: PruneStep | None = None
+    prune: Step | None = None
     most_params: float | None = None
     paper: dict[str, float] | None = None
     teacher: bool = False
@@ -48,11 +49,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Folders:
-    """`results`: a JSON file per finished job. `networks`: finished checkpoints. `work`: what resuming needs."""
+    """`results`: a JSON file per finished job. `networks`: finished checkpoints. `work`: what resuming needs.
+    `plans`, in `results`: what other libraries chose to remove."""
 
     results: Path
     networks: Path
     work: Path
+
+    @property
+    def plans(self) -> Path:
+        return self.results / "plans"
 
     def result(self, name: str) -> Path:
         return self.results / f"{name}.json"
@@ -65,11 +71,20 @@ class Folders:
 
 
 def pending(jobs: Sequence[Job], folders: Folders) -> list[Job]:
-    """Jobs without a result whose dense network is there, in the order given."""
-    return [
-        j for j in jobs
-        if not folders.result(j.name).exists() and (j.dense is None or folders.network(j.dense).exists())
-    ]  # fmt: skip
+    """Jobs that can run now and have no result, in the order given.
+
+    A dense network that is too large to keep may be gone while its result is there: it is trained again if some job
+    that has no result starts from it.
+    """
+    left = [j for j in jobs if not folders.result(j.name).exists()]
+    missing = {j.dense for j in left if j.dense is not None and not folders.network(j.dense).exists()}
+    return [j for j in jobs if j.name in missing or (j in left and _can_start(j, folders))]
+
+
+def _can_start(job: Job, folders: Folders) -> bool:
+    if isinstance(job.prune, BorrowedStep) and not (folders.plans / f"{job.prune.name}.json").exists():
+        return False
+    return job.dense is None or folders.network(job.dense).exists()
 
 
 def work_off(jobs: Sequence[Job], data: Data, folders: Folders, together: int = 8, seconds: float | None = None,
@@ -119,14 +134,14 @@ def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
         return fresh(job.model, data.classes, job.recipe.seed).to(device)
     path = folders.started(job.name)
     if path.exists():
-        return load(path, fresh(job.model, data.classes)).to(device)
+        return opened(path, job.model, data.classes).to(device)
     say(f"{job.name}: pruning")
     model = _dense(job, data, folders)
     dense = evaluate(model, data).accuracy
-    plan, seconds = _prune(model, job, data)
+    made = prune(model, job.prune, job.most_params, data, job.recipe.seed, folders.plans)
     metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
-               "scoring_seconds": seconds}  # fmt: skip
-    save(path, model, plan, metrics=metrics)
+               "scoring_seconds": made.seconds}  # fmt: skip
+    save(path, model, made.plan, metrics=metrics, about={"ranks": made.ranks})
     return model
 
 
@@ -135,42 +150,28 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     return load(folders.network(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
 
 
-def _prune(model: nn.Module, job: Job, data: Data) -> tuple[Plan, float]:
-    """Prune to the step's budget and, where the job has a second limit that this would break, to that one instead."""
-    step = job.prune
-    assert step is not None
-    begun = time.monotonic()
-    groups, scores = score_step(model, data, step, 512, job.recipe.seed, lambda _: None)
-    seconds = time.monotonic() - begun
-    first = hap.plan(groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost)
-    if job.most_params is not None and first.after.params > job.most_params * first.before.params:
-        step = replace(step, flops=None, channels=None, params=job.most_params)
-    return prune_step(model, data, step, groups, scores, 512, job.recipe.seed, lambda _: None), seconds
-
-
 def _record(job: Job, model: nn.Module, history: History, data: Data, folders: Folders, together: int,
             revision: str | None) -> None:  # fmt: skip
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
     accuracy = evaluate(model, data).accuracy
-    plan, metrics = None, {}
-    if job.prune is not None:
-        started = read(folders.started(job.name))
-        plan, metrics = started.plan, started.metrics
+    started = read(folders.started(job.name)) if job.prune is not None else None
+    plan, ranks = (started.plan, started.about.get("ranks")) if started else (None, None)
     _round_to_half(model)
-    count = hap.cost(model, example_of(data))
+    example = example_of(data)
+    count, dense = hap.cost(model, example), hap.cost(fresh(job.model, data.classes), example.cpu())
     result = {
-        "kind": "hap-cifar10", "format": 1, "name": job.name, "model": job.model, "data": data.name,
-        "seed": job.recipe.seed, "dense": job.dense, "prune": asdict(job.prune) if job.prune else None,
+        "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
+        "seed": job.recipe.seed, "dense": job.dense, "prune": describe(job.prune),
         "most_params": job.most_params, "targets": list(job.targets), "paper": job.paper,
-        "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None, **metrics,
+        "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None,
+        **(started.metrics if started else {}),
         "accuracy": accuracy, "accuracy_in_half_precision": evaluate(model, data).accuracy,
         "params": count.params, "macs": count.macs,
-        "params_left": count.params / plan.before.params if plan else 1.0,
-        "macs_left": count.macs / plan.before.macs if plan else 1.0,
-        "units": _units(plan) if plan else None,
+        "params_left": count.params / dense.params, "macs_left": count.macs / dense.macs,
+        "units": _units(plan) if plan else None, "ranks": ranks,
         "seconds": sum(history.seconds), "side_by_side": together, "history": history.to_dict(),
     } | provenance(revision)  # fmt: skip
-    about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name}
+    about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name, "ranks": ranks}
     save(folders.network(job.name), model.half(), plan, metrics={"accuracy": accuracy}, about=about)
     write_json(folders.result(job.name), result)
 
@@ -188,16 +189,33 @@ def _round_to_half(model: nn.Module) -> None:
 
 
 def status(jobs: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
-    """Names of finished jobs, of those that can run now, and of those that wait for a dense network."""
+    """Names of finished jobs, of those that can run now, and of those that wait for a network or a plan."""
     ready = {j.name for j in pending(jobs, folders)}
-    done = [j.name for j in jobs if folders.result(j.name).exists()]
+    done = [j.name for j in jobs if folders.result(j.name).exists() and j.name not in ready]
     return {"done": done, "ready": [j.name for j in jobs if j.name in ready],
             "waiting": [j.name for j in jobs if j.name not in ready and j.name not in done]}  # fmt: skip
 
 
 def select(jobs: Sequence[Job], target: str) -> list[Job]:
-    """The jobs of a table or figure, by its name; "all" for every one."""
+    """The jobs of a table or figure, by its name, with the dense networks that they start from; "all" for every one."""
     known = sorted({t for j in jobs for t in j.targets})
     if target != "all" and target not in known:
         raise HapError(f"target is {target!r}; expected all or one of {', '.join(known)}")
-    return [j for j in jobs if target == "all" or target in j.targets]
+    chosen = [j for j in jobs if target == "all" or target in j.targets]
+    needed = {j.dense for j in chosen}
+    return [j for j in jobs if j in chosen or j.name in needed]
+
+
+@functools.cache
+def _dense_macs(model: str) -> int:
+    info = hap.models.info(model)
+    return hap.cost(hap.models.build(model).eval(), torch.zeros(1, *info.input_shape)).macs
+
+
+def estimate(job: Job) -> float:
+    """What a job costs, in epochs of a dense ResNet56: multiply-adds of the dense network, and of its teacher.
+
+    A pruned network counts as a dense one: thin layers do not train faster in proportion. Networks with wider layers
+    than ResNet56 use a GPU better and take less than this.
+    """
+    return job.recipe.epochs * (4 / 3 if job.teacher else 1) * _dense_macs(job.model) / _dense_macs("resnet56")

@@ -2,6 +2,9 @@
 
 Protocol `paper`: the paper's fine-tuning (160 epochs, batch 64, step decay), union coupling, one pass of pruning, no
 other help. Mixed precision (bf16) is the one liberty taken with it.
+Protocol `best`: distillation from the dense network, cosine, running average of the weights, least-squares implants,
+compensation, score per multiply-add saved.
+Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of accuracy against size.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from hap import recipes
 from hap.experiments.campaign import Job
 from hap.experiments.config import PruneStep
+from hap.experiments.starting import BorrowedStep, EigenStep, Step
 from hap.recipes import Recipe
 
 # Percent left as the paper reports them: (FLOPs, params or None, accuracy).
@@ -26,15 +30,44 @@ IMPLANT_ROWS = (
     (33.2, 29.87, 93.40),
     (24.9, 21.92, 92.92),
 )
+VGG_ROWS = ((29.7, 10.1, 93.66), (20.3, 5.1, 93.37), (7.5, 1.6, 91.22))
+PRERESNET_ROW = (31.0, 94.3)
+"""Percent of the parameters left, accuracy."""
 CONTROLS = {
-    "magnitude": (93.29, 91.65, 92.99, 92.45),
-    "random": (93.12, 90.18, 92.21, 90.95),
-    "reversed-hessian": (89.77, 88.18, 89.97, 88.83),
+    "magnitude": ((39.29, 61.82, 93.29), (22.93, 38.25, 91.65), (34.97, 56.15, 92.99), (28.97, 47.28, 92.45)),
+    "random": ((46.68, 45.60, 93.12), (25.69, 25.33, 90.18), (33.99, 36.01, 92.21), (31.32, 29.64, 90.95)),
+    "reversed-hessian": ((46.98, 47.48, 89.77), (28.04, 23.34, 88.18), (39.99, 42.85, 89.97), (30.61, 27.15, 88.83)),
 }
-"""Accuracies of the control rows that stand beside the first four of HAP, at about the same FLOPs."""
-LOW_RANK = {37.15: 90.79, 33.2: 90.34, 24.9: 89.83}
+"""The paper's control rows beside the first four of HAP. Ours run at the FLOPs of HAP's rows."""
+LOW_RANK = {37.15: (40.33, 39.56, 90.79), 33.2: (37.24, 34.39, 90.34), 24.9: (25.16, 23.05, 89.83)}
+"""Low rank beside HAP+Implant, by the FLOPs of the latter, at which ours run."""
 HEADLINES = (38.74, 22.86, 40.7, 23.9)
 """Rows that are repeated with three seeds."""
+DENSE = {"resnet56": 93.88, "vgg16_bn": 93.88, "preresnet29": 94.4, "wide_resnet32": None}
+"""The paper's dense accuracies, where it gives them."""
+BEST = {
+    "resnet56": (("flops", 53.0, 94.22, "CORING"), ("flops", 29.0, 93.81, "NORTON")),
+    "vgg16_bn": (("flops", 40.0, 94.45, "NORTON"), ("flops", 23.0, 94.11, "NORTON")),
+    "preresnet29": (("params", 31.0, 94.3, "HAP"),),
+}
+"""Protocol `best`: what the budget is in, percent left, and the highest published accuracy there with its method."""
+HEAD_TO_HEAD = (50.0, 30.0)
+BORROWED = {
+    "torch-pruning-magnitude": "magnitude",
+    "torch-pruning-taylor": "taylor",
+    "torch-pruning-bn-scale": "bn-scale",
+}
+CURVES = {"preresnet29": (50.0, 31.0, 20.0, 12.0), "wide_resnet32": (50.0, 30.0, 18.0, 10.0)}
+"""Percent of the parameters left; BN scale and EigenDamage run the first three."""
+SHORT_NAMES = {"vgg16_bn": "vgg16", "wide_resnet32": "wideresnet32"}
+
+
+def short(model: str) -> str:
+    """A network's name in the names of jobs and files."""
+    return SHORT_NAMES.get(model, model)
+
+
+# ---- recipes ------------------------------------------------------------------------------------------------
 
 
 def dense_recipe(kind: str, seed: int) -> Recipe:
@@ -43,60 +76,173 @@ def dense_recipe(kind: str, seed: int) -> Recipe:
     return recipes.get("best-pretrain", epochs=200, eval_every=20, seed=seed)
 
 
-def finetune_recipe(seed: int) -> Recipe:
-    return recipes.get("paper-finetune", precision="bf16", eval_every=20, seed=seed)
+def finetune_recipe(seed: int, protocol: str = "paper") -> Recipe:
+    if protocol == "best":
+        return recipes.get("best-finetune", epochs=160, eval_every=20, seed=seed)
+    epochs = {"epochs": 40} if protocol == "short" else {}
+    return recipes.get("paper-finetune", precision="bf16", eval_every=20, seed=seed, **epochs)
+
+
+# ---- jobs ---------------------------------------------------------------------------------------------------
 
 
 def dense_name(model: str, kind: str, seed: int) -> str:
-    return f"{model}-dense-{kind}-seed{seed}"
+    return f"{short(model)}-dense-{kind}-seed{seed}"
 
 
-def dense_jobs(model: str) -> list[Job]:
+def dense_jobs(model: str, kinds: tuple[str, ...] = ("paper", "best"), seeds: tuple[int, ...] = (0, 1, 2)) -> list[Job]:
+    accuracy = DENSE[model]
+    paper = {"accuracy": accuracy} if accuracy is not None else None
     return [
-        Job(dense_name(model, kind, seed), model, dense_recipe(kind, seed), ("dense",))
-        for kind in ("paper", "best")
-        for seed in range(3)
-    ]
+        Job(dense_name(model, kind, seed), model, dense_recipe(kind, seed), ("dense", f"dense-{short(model)}"),
+            paper=paper if kind == "paper" else None)
+        for kind in kinds
+        for seed in seeds
+    ]  # fmt: skip
 
 
-def _pruned(step: PruneStep, seed: int, params: float | None, accuracy: float, targets: tuple[str, ...]) -> Job:
-    assert step.flops is not None
-    paper = {"accuracy": accuracy, "flops": step.flops * 100} | ({"params": params} if params else {})
+def _job(model: str, protocol: str, step: Step, seed: int, targets: tuple[str, ...],
+         paper: dict[str, float] | None = None, most_params: float | None = None) -> Job:  # fmt: skip
+    slug = step.slug if isinstance(step, PruneStep) else step.name
+    best = protocol == "best"
     return Job(
-        f"resnet56-paper-{step.slug}-seed{seed}", "resnet56", finetune_recipe(seed), targets,
-        dense=dense_name("resnet56", "paper", seed), prune=step,
-        most_params=params / 100 if params else None, paper=paper,
+        f"{short(model)}-{protocol}-{slug}-seed{seed}", model, finetune_recipe(seed, protocol), targets,
+        dense=dense_name(model, "best" if best else "paper", seed), prune=step, most_params=most_params, paper=paper,
+        teacher=best,
     )  # fmt: skip
 
 
-def _step(name: str, flops: float, **options: object) -> PruneStep:
-    return PruneStep(f"{name}-{flops}", flops=flops / 100, coupling="union", **options)  # type: ignore[arg-type]
+def _step(name: str, percent: float, kind: str = "flops", coupling: str = "union", **options: object) -> PruneStep:
+    return PruneStep(f"{name}-{percent}", coupling=coupling, **{kind: percent / 100}, **options)  # type: ignore[arg-type]
+
+
+def _row(model: str, step: PruneStep, seed: int, paper: tuple[float, float | None, float],
+         targets: tuple[str, ...]) -> Job:  # fmt: skip
+    """A row of the paper (FLOPs, params, accuracy): at no more FLOPs, and where it gives them no more parameters."""
+    params = paper[1]
+    return _job(model, "paper", step, seed, targets, _figures(*paper), params / 100 if params else None)
+
+
+def _figures(flops: float, params: float | None, accuracy: float) -> dict[str, float]:
+    return {"accuracy": accuracy, "flops": flops} | ({"params": params} if params else {})
+
+
+def _implanted(percent: float) -> PruneStep:
+    return _step("implant", percent, implant=0.2, implant_init="zero")
 
 
 def resnet56_jobs(seed: int) -> list[Job]:
     """The rows of both ResNet56 tables and of both ablations for one seed; seeds 1 and 2 run the headlines alone."""
+    jobs = [_row("resnet56", _step("hap", row[0]), seed, row, ("resnet56", "ablation")) for row in HAP_ROWS]
+    jobs += [_row("resnet56", _implanted(row[0]), seed, row, ("resnet56", "implants")) for row in IMPLANT_ROWS]
+    return [*jobs, *_controls()] if seed == 0 else [job for job in jobs if _is_headline(job)]
+
+
+def _controls() -> list[Job]:
+    """Other rankings at the FLOPs of HAP's rows, and low rank at those of HAP+Implant's."""
     jobs = []
-    for flops, params, accuracy in HAP_ROWS:
-        jobs.append(_pruned(_step("hap", flops), seed, params, accuracy, ("resnet56", "ablation")))
-    for flops, params, accuracy in IMPLANT_ROWS:
-        step = _step("implant", flops, implant=0.2, implant_init="zero")
-        jobs.append(_pruned(step, seed, params, accuracy, ("resnet56", "implants")))
-    if seed == 0:
-        for criterion, accuracies in CONTROLS.items():
-            for (flops, _, _), accuracy in zip(HAP_ROWS, accuracies, strict=False):
-                jobs.append(_pruned(_step(criterion, flops, criterion=criterion), seed, None, accuracy, ("ablation",)))
-        for flops, accuracy in LOW_RANK.items():
-            step = _step("low-rank", flops, implant=1.0, implant_kind="LowRank", implant_init="zero")
-            jobs.append(_pruned(step, seed, None, accuracy, ("implants",)))
-    return jobs if seed == 0 else [job for job in jobs if _is_headline(job)]
+    for criterion, rows in CONTROLS.items():
+        for (flops, _, _), paper in zip(HAP_ROWS, rows, strict=False):
+            step = _step(criterion, flops, criterion=criterion)
+            jobs.append(_job("resnet56", "paper", step, 0, ("ablation",), _figures(*paper)))
+    for flops, paper in LOW_RANK.items():
+        step = _step("low-rank", flops, implant=1.0, implant_kind="LowRank", implant_init="zero")
+        jobs.append(_job("resnet56", "paper", step, 0, ("implants",), _figures(*paper)))
+    return jobs
+
+
+def _is_headline(job: Job) -> bool:
+    return isinstance(job.prune, PruneStep) and round((job.prune.flops or 0) * 100, 2) in HEADLINES
+
+
+def without_implants() -> list[Job]:
+    """HAP at the headline FLOPs of HAP+Implant, so that the two meet at equal FLOPs over three seeds."""
+    points = [flops for flops, _, _ in IMPLANT_ROWS if flops in HEADLINES]
+    return [_job("resnet56", "paper", _step("hap", f), s, ("implants",)) for s in range(3) for f in points]
+
+
+def head_to_head() -> list[Job]:
+    """HAP beside Torch-Pruning from the same dense network; HAP also with its couplings, `joint`, which it has too."""
+    jobs = []
+    for flops in HEAD_TO_HEAD:
+        steps: list[Step] = [_step("hap", flops), _implanted(flops), _step("hap-joint", flops, coupling="joint")]
+        steps += [BorrowedStep(f"{name}-{flops}", flops / 100, criterion) for name, criterion in BORROWED.items()]
+        jobs += [_job("resnet56", "paper", step, 0, ("head-to-head",)) for step in steps]
+    return jobs
+
+
+def vgg16_jobs() -> list[Job]:
+    return [_row("vgg16_bn", _step("hap", row[0]), seed, row, ("vgg16",)) for seed in range(3) for row in VGG_ROWS]
+
+
+def preresnet29_jobs() -> list[Job]:
+    params, accuracy = PRERESNET_ROW
+    step = _step("hap", params, "params")
+    paper = {"accuracy": accuracy, "params": params}
+    return [_job("preresnet29", "paper", step, seed, ("preresnet29",), paper) for seed in range(3)]
+
+
+def best_jobs(model: str) -> list[Job]:
+    """HAP+Implant with all help, three seeds; for ResNet56 also HAP alone and magnitude, given the same, one seed."""
+    targets = ("best", f"best-{short(model)}")
+    methods: dict[str, dict[str, object]] = {"implant": {"implant": 0.2}}
+    if model == "resnet56":
+        methods |= {"hap": {}, "magnitude": {"criterion": "magnitude"}}
+    jobs = []
+    for method, options in methods.items():
+        for seed in range(3 if method == "implant" else 1):
+            for kind, percent, _, _ in BEST[model]:
+                step = _step(method, percent, kind, per_cost=True, compensate=True, **options)  # type: ignore[arg-type]
+                jobs.append(_job(model, "best", step, seed, targets))
+    return jobs
+
+
+def curve_jobs(model: str) -> list[Job]:
+    """Accuracy against size, one seed. Slimming needs a BatchNorm behind every unit, which the branches of a
+    pre-activation network do not have: there its units are coupled (`joint`)."""
+    joint = "joint" if model == "preresnet29" else "union"
+    jobs = []
+    for i, percent in enumerate(CURVES[model]):
+        steps: list[Step] = [_step("hap", percent, "params"),
+                             _step("implant", percent, "params", implant=0.2, implant_init="zero"),
+                             _step("magnitude", percent, "params", criterion="magnitude")]  # fmt: skip
+        if i < 3:
+            steps.append(_step("bn-scale", percent, "params", joint, criterion="bn-scale"))
+            steps.append(EigenStep(f"eigendamage-{percent}", percent / 100))
+        jobs += [_job(model, "short", step, 0, ("curves", f"curves-{short(model)}")) for step in steps]
+    return jobs
 
 
 def jobs() -> list[Job]:
     """All jobs, most telling first."""
     rows = [resnet56_jobs(seed) for seed in range(3)]
     headlines = [job for seed in rows for job in seed if "resnet56" in job.targets and _is_headline(job)]
-    return [*dense_jobs("resnet56"), *headlines, *(job for job in rows[0] if job not in headlines)]
+    return [
+        *dense_jobs("resnet56"), *headlines,
+        *dense_jobs("vgg16_bn", ("paper",)), *vgg16_jobs(),
+        *dense_jobs("preresnet29", ("paper",)), *preresnet29_jobs(),
+        *best_jobs("resnet56"),
+        *dense_jobs("vgg16_bn", ("best",)), *best_jobs("vgg16_bn"),
+        *dense_jobs("preresnet29", ("best",)), *best_jobs("preresnet29"),
+        *(job for job in rows[0] if job not in headlines), *without_implants(), *head_to_head(),
+        *curve_jobs("preresnet29"),
+        *dense_jobs("wide_resnet32", ("paper",), (0,)), *curve_jobs("wide_resnet32"),
+        *dense_jobs("wide_resnet32", ("paper",), (1, 2)), *dense_jobs("wide_resnet32", ("best",)),
+    ]  # fmt: skip
 
 
-def _is_headline(job: Job) -> bool:
-    return job.prune is not None and job.prune.flops is not None and round(job.prune.flops * 100, 2) in HEADLINES
+def headline_networks() -> dict[str, str]:
+    """Names of networks to hand out and the jobs that made them. Seed 0 always, so that none is the best of several."""
+    chosen = {"resnet56-cifar10-dense": dense_name("resnet56", "paper", 0),
+              "resnet56-cifar10-dense-best": dense_name("resnet56", "best", 0)}  # fmt: skip
+    for job in jobs():
+        step = job.prune
+        if job.recipe.seed or not isinstance(step, PruneStep):
+            continue
+        percent = int(round(100 * (step.flops or step.params or 0), 2))
+        method = "hap-implant" if step.implant else "hap"
+        if {"resnet56", "vgg16", "preresnet29"} & set(job.targets) and (job.model != "resnet56" or _is_headline(job)):
+            chosen[f"{short(job.model)}-cifar10-{method}-{percent}"] = job.name
+        elif "best" in job.targets and step.implant:
+            chosen[f"{short(job.model)}-cifar10-best-{percent}"] = job.name
+    return chosen

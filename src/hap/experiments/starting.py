@@ -1,0 +1,96 @@
+"""How a job's network comes about before it is trained: fresh, or pruned from a dense one in one of three ways."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import hap
+from hap.checkpoint import load, read
+from hap.data import Data
+from hap.eigendamage import Ranks, eigendamage_, rebuild_
+from hap.errors import HapError
+from hap.experiments.config import PruneStep
+from hap.experiments.networks import example_of, fresh
+from hap.experiments.steps import calibration, prune_step, score_step
+from hap.plans import Plan
+
+IMAGES = 512
+"""Training images that every method is given to score on."""
+
+
+@dataclass(frozen=True)
+class EigenStep:
+    """EigenDamage down to a share of the parameters."""
+
+    name: str
+    params: float
+    criterion: str = "eigendamage"
+
+
+@dataclass(frozen=True)
+class BorrowedStep:
+    """What another library would remove at a share of the FLOPs, as a file in the folder `plans` says."""
+
+    name: str
+    flops: float
+    criterion: str
+
+
+Step = PruneStep | EigenStep | BorrowedStep
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A pruned network with what a checkpoint needs to build it again, and how long scoring took."""
+
+    plan: Plan | None
+    ranks: Ranks | None
+    seconds: float
+
+
+def prune(model: nn.Module, step: Step, most_params: float | None, data: Data, seed: int, plans: Path) -> Pruned:
+    """Prune in place."""
+    begun = time.monotonic()
+    if isinstance(step, EigenStep):
+        batches = calibration(data, model, IMAGES, seed)
+        ranks = eigendamage_(model, example_of(data).to(batches[0][0].device), batches, params=step.params)
+        return Pruned(None, ranks, time.monotonic() - begun)
+    if isinstance(step, BorrowedStep):
+        plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
+        return Pruned(plan, None, time.monotonic() - begun)
+    groups, scores = score_step(model, data, step, IMAGES, seed, lambda _: None)
+    seconds = time.monotonic() - begun
+    first = hap.plan(groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost)
+    if most_params is not None and first.after.params > most_params * first.before.params:
+        step = replace(step, flops=None, channels=None, params=most_params)
+    return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
+
+
+def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:
+    """Remove from the model, in place, what a file of another library's choices lists by group."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    example = example_of(data).to(next(iter(model.parameters())).device)
+    groups = hap.trace(model, example, record["coupling"])
+    plan = hap.draft(groups, record["removed"])
+    if plan.after.macs > flops * plan.before.macs:
+        raise HapError(f"{path} leaves {plan.after.macs / plan.before.macs:.4f} of the FLOPs; expected at most {flops}")
+    hap.apply_(model, plan, example)
+    return plan
+
+
+def describe(step: Step | None) -> dict[str, Any] | None:
+    """The step as a result file keeps it."""
+    return None if step is None else asdict(step)
+
+
+def opened(path: Path, model: str, classes: int) -> nn.Module:
+    """The network of a checkpoint that a job wrote, in the shape that its plan or its ranks say."""
+    network = fresh(model, classes)
+    rebuild_(network, read(path).about.get("ranks") or {})
+    return load(path, network).eval()

@@ -1,0 +1,349 @@
+"""docs/results.md: tables and figures of the CIFAR-10 experiments, from result files and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hap.experiments.campaign import Folders, Job
+from hap.experiments.cifar10 import BEST, DENSE, jobs, short
+from hap.files import write_atomic
+from hap.report.rows import Comparison, Record, Row, compare, make_rows, read_records, spread
+from hap.zoo import Entry
+
+NOT_RUN = "not run yet"
+PAPER_SECONDS = {"wide_resnet32": 120, "resnet56": 61, "preresnet29": 81}
+"""The paper's seconds for 300 probes, on a Titan Xp."""
+NAMES = {"resnet56": "ResNet56", "vgg16_bn": "VGG16", "preresnet29": "PreResNet29", "wide_resnet32": "WideResNet32"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that sections read."""
+
+    records: Mapping[str, Record]
+    rows: Sequence[Row]
+    manifest: Mapping[str, Entry]
+    figures: Mapping[str, str]
+
+    def of(self, target: str, model: str | None = None) -> list[Row]:
+        return [r for r in self.rows if target in r.job.targets and (model is None or r.job.model == model)]
+
+
+def write_results(folders: Folders, out: Path, manifest: Mapping[str, Entry],
+                  all_jobs: Sequence[Job] | None = None) -> list[Path]:  # fmt: skip
+    """Write the page and its figures; returns their paths."""
+    records = read_records(folders.results)
+    rows = make_rows(jobs() if all_jobs is None else all_jobs, records)
+    figures = _figures(rows, records)
+    images = out.parent / "images"
+    paths = {name: images / f"results-{name}.svg" for name in figures}
+    for name, path in paths.items():
+        text = figures[name]
+        write_atomic(path, lambda temporary, text=text: _write(temporary, text))  # type: ignore[misc]
+    shown = {name: f"images/{path.name}" for name, path in paths.items()}
+    page = Page(records, rows, manifest, shown)
+    text = "\n\n".join(part for section in SECTIONS if (part := section(page))) + "\n"
+    write_atomic(out, lambda temporary: _write(temporary, text))
+    return [out, *paths.values()]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _figures(rows: Sequence[Row], records: Mapping[str, Record]) -> dict[str, str]:
+    # Only here, so that the other commands start without loading a drawing library.
+    from hap.report import charts, results_charts
+
+    found = {}
+    against_flops = [r for r in rows if r.records and {"resnet56", "ablation", "implants"} & set(r.job.targets)]
+    if against_flops:
+        found["resnet56"] = results_charts.against_flops(against_flops)
+    curves = [r for r in rows if r.records and "curves" in r.job.targets]
+    if curves:
+        found["curves"] = results_charts.curves(curves, NAMES)
+    if "sensitivity-layers" in records:
+        found["sensitivity"] = charts.sensitivity(records["sensitivity-layers"])
+    if "sensitivity-probes" in records:
+        found["probes"] = charts.probes(records["sensitivity-probes"])
+    return {name: results_charts.as_svg(figure) for name, figure in found.items()}
+
+
+# ---- pieces of markdown -------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with text on the left of its first column and numbers on the right of the others."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def command(target: str) -> str:
+    return f"`hap reproduce {target} --data data/cifar10`"
+
+
+def accuracy(row: Row) -> str:
+    """Mean and standard deviation over the seeds that have run, and how many of how many those are."""
+    if not row.records:
+        return NOT_RUN
+    values, wanted = row.accuracies, len(row.jobs)
+    seeds = f"{len(values)} seeds" if len(values) > 1 else "1 seed"
+    if len(values) < wanted:
+        seeds = f"{len(values)} of {wanted} seeds"
+    deviation = f" ± {spread([row]):.2f}" if len(values) > 1 else ""
+    return f"{row.mean:.2f}{deviation} ({seeds})"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def left(row: Row, kind: str) -> str:
+    return number(row.share(kind), 2) if row.records else ""
+
+
+def _paper(row: Row, key: str) -> float | None:
+    return (row.job.paper or {}).get(key)
+
+
+def result_table(rows: Sequence[Row], with_paper: bool = True) -> str:
+    """FLOPs, params and accuracy, ours and with `with_paper` the paper's beside them. Nothing run: no table."""
+    if not any(row.records for row in rows):
+        return unrun(rows)
+    head = ["", "FLOPs left %", "params left %", "accuracy %", "its dense network %"]
+    lines = [
+        [row.label if row.records else f"{row.label}, {_budget(row)}", left(row, "macs"), left(row, "params"),
+         accuracy(row), number(row.dense, 2) if row.records else ""]
+        for row in rows
+    ]  # fmt: skip
+    if with_paper:
+        head += ["paper: FLOPs, params", "paper: accuracy", "as good"]
+        for row, line in zip(rows, lines, strict=True):
+            sizes = ", ".join(number(_paper(row, k), 2) for k in ("flops", "params") if _paper(row, k) is not None)
+            line += [sizes, number(_paper(row, "accuracy"), 2), _as_good(row)]
+    return table(head, lines)
+
+
+def unrun(rows: Sequence[Row]) -> str:
+    """What will be here."""
+    return f"{NOT_RUN.capitalize()}: {'; '.join(f'{row.label} {_budget(row)}' for row in rows)}."
+
+
+def _budget(row: Row) -> str:
+    kind, percent = row.budget
+    return f"at {percent:g}% of the {'FLOPs' if kind == 'flops' else 'parameters'}"
+
+
+def _as_good(row: Row) -> str:
+    wanted = _paper(row, "accuracy")
+    if not row.records or wanted is None or row.label not in ("HAP", "HAP + Implant"):
+        return ""
+    return "yes" if round(row.mean, 2) >= wanted else f"no ({row.mean - wanted:+.2f})"
+
+
+def _picture(page: Page, name: str, words: str) -> str:
+    return f"![{words}]({page.figures[name]})" if name in page.figures else ""
+
+
+# ---- sections -----------------------------------------------------------------------------------------------
+
+
+def opening(page: Page) -> str:
+    trained = [r for row in page.rows for r in row.records]
+    wanted = sum(len(row.jobs) for row in page.rows)
+    machines = ", ".join(sorted({str(r["hardware"]["gpu"] or r["hardware"]["cpu"]) for r in trained})) or "none yet"
+    return f"""# Results on CIFAR-10
+
+This page is written by `hap reproduce all --render` from the files in [results/cifar10](../results/cifar10), one per
+run, with configuration, seed, curve, source revision, hardware and date. {len(trained)} of {wanted} runs are there,
+made on {machines}; the others say so and have no figure. `hap reproduce all --status` lists them all.
+
+- Accuracy is on the 10,000 test images after the LAST epoch, in per cent; with several seeds mean ± standard deviation.
+- FLOPs are multiply-adds of convolutions and linear layers. Rows of HAP and HAP + Implant are at no more FLOPs, and
+  where the paper gives them at no more parameters, than the paper's.
+- Protocol `paper` is the paper's fine-tuning (160 epochs, batch 64, learning rate 0.02, weight decay 4e-4, step decay),
+  in bf16. Protocol `best` adds distillation from the dense network, cosine decay, averaged weights, least-squares
+  implants, compensation and ranking by score per multiply-add saved. They never share a table."""
+
+
+def claims(page: Page) -> str:
+    """The paper's claims as comparisons at equal budgets."""
+    ablation, meeting = page.of("ablation"), [*page.of("implants"), *page.of("head-to-head")]
+    lines = []
+    for below in ("Magnitude", "Random", "Reversed HAP"):
+        lines.append(_claim("ResNet56", "HAP", below, ablation, page))
+    lines.append(_claim("ResNet56", "HAP + Implant", "HAP", meeting, page))
+    lines.append(_claim("ResNet56", "HAP + Implant", "Low rank", page.of("implants"), page))
+    for model, name in (("preresnet29", "PreResNet29"), ("wide_resnet32", "WideResNet32")):
+        curves = page.of("curves", model)
+        for above, below in (("HAP", "EigenDamage"), ("HAP", "Magnitude"), ("HAP + Implant", "HAP")):
+            lines.append(_claim(name, above, below, curves, page))
+    known = spread([row for row in page.rows if row.job.prune is not None])
+    noise = (
+        f"One seed's standard deviation, pooled over the pruned networks with several seeds, is {known:.2f} points; a "
+        "difference below two of its standard errors counts as noise."
+        if known is not None
+        else "No pruned network has run with several seeds yet, so how much of a difference is noise is not known."
+    )
+    head = ["network", "claim, at equal size", "verdict", "differences in points of accuracy"]
+    return f"## Claims\n\n{table(head, lines).replace('---:', '---')}\n\n{noise}"
+
+
+def _claim(network: str, above: str, below: str, rows: Sequence[Row], page: Page) -> list[str]:
+    known = spread([row for row in page.rows if row.job.prune is not None])
+    found, common = compare(above, below, rows, known)
+    words = [network, f"{above} above {below}"]
+    if not found:
+        return [*words, NOT_RUN, ""]
+    held = sum(c.verdict == "held" for c in found)
+    verdict = f"held at {held} of {len(found)} sizes"
+    if common > len(found):
+        verdict += f", {common - len(found)} {NOT_RUN}"
+    return [*words, verdict, "; ".join(map(_difference, found))]
+
+
+def _difference(c: Comparison) -> str:
+    error = "" if c.error is None else f" ± {c.error:.2f}"
+    return f"{c.percent:g}% {'FLOPs' if c.kind == 'flops' else 'params'}: {c.difference:+.2f}{error} ({c.verdict})"
+
+
+def dense(page: Page) -> str:
+    lines = []
+    for row in sorted(page.of("dense"), key=lambda row: list(NAMES).index(row.job.model)):
+        kind = "the public code's" if "-dense-paper" in row.name else "cosine, weight decay 5e-4"
+        each = ", ".join(number(a, 2) for a in row.accuracies)
+        params = f"{row.records[0]['params'] / 1e6:.2f}" if row.records else ""
+        wanted = number(DENSE[row.job.model], 2) if "-dense-paper" in row.name else ""
+        lines.append(
+            [NAMES[row.job.model], f"{kind}, {row.job.recipe.epochs} epochs", params, accuracy(row), each, wanted]
+        )
+    head = ["network", "recipe", "million params", "accuracy %", "each seed", "paper"]
+    return f"## Dense networks\n\n{command('dense')}\n\n{table(head, lines)}"
+
+
+def resnet56(page: Page) -> str:
+    rows = sorted(page.of("resnet56"), key=lambda row: -row.budget[1])
+    picture = _picture(page, "resnet56", "ResNet56: accuracy against FLOPs left")
+    return "\n\n".join(
+        part for part in ("## ResNet56, protocol paper", command("resnet56"), result_table(rows), picture) if part
+    )
+
+
+def ablation(page: Page) -> str:
+    rows = [r for r in page.of("ablation") if r.budget[1] != 21.0]
+    rows.sort(key=lambda row: (-row.budget[1], row.label != "HAP", row.label))
+    text = "Which channels go, at the same FLOPs. The paper's controls stand at somewhat more FLOPs."
+    return f"## What ranks the channels\n\n{command('ablation')}\n\n{text}\n\n{result_table(rows)}"
+
+
+def implants(page: Page) -> str:
+    rows = sorted(page.of("implants"), key=lambda row: (-row.budget[1], row.label))
+    text = "HAP + Implant against HAP and against plain low rank (1x1 in place of random channels) at the same FLOPs."
+    return f"## Implants\n\n{command('implants')}\n\n{text}\n\n{result_table(rows)}"
+
+
+def vgg16(page: Page) -> str:
+    return f"## VGG16, protocol paper\n\n{command('vgg16')}\n\n{result_table(page.of('vgg16'))}"
+
+
+def preresnet29(page: Page) -> str:
+    return f"## PreResNet29, protocol paper\n\n{command('preresnet29')}\n\n{result_table(page.of('preresnet29'))}"
+
+
+def best(page: Page) -> str:
+    if not any(row.records for row in page.of("best")):
+        rows = [replace(r, label=f"{NAMES[r.job.model]} {r.label}") for r in page.of("best")]
+        return f"## Protocol best\n\n{command('best')}\n\n{unrun(rows)}"
+    published = {(short(m), k, p): (a, who) for m, rows in BEST.items() for k, p, a, who in rows}
+    lines = []
+    for row in page.of("best"):
+        figure, who = published[(short(row.job.model), *row.budget)]
+        beaten = ("yes" if row.mean > figure else f"no ({row.mean - figure:+.2f})") if row.records else ""
+        name = f"{NAMES[row.job.model]}, {row.label}, {_budget(row)}"
+        lines.append([name, left(row, "macs"), left(row, "params"), accuracy(row),
+                      number(row.dense, 2) if row.records else "", f"{figure:.2f} ({who})", beaten])  # fmt: skip
+    head = ["", "FLOPs left %", "params left %", "accuracy %", "its dense network %", "best published there", "beaten"]
+    return f"## Protocol best\n\n{command('best')}\n\n{table(head, lines)}"
+
+
+def head_to_head(page: Page) -> str:
+    rows = sorted(page.of("head-to-head"), key=lambda row: -row.budget[1])
+    text = """The same dense ResNet56 and the same fine-tuning (protocol `paper`). What Torch-Pruning removes was
+written down by `python benchmarks/torch_pruning_plans.py --data data/cifar10` and checked to give its outputs. It
+removes channels from all branches of a sum at once; "coupled" is HAP with the same restriction."""
+    return f"## Beside Torch-Pruning\n\n{command('head-to-head')}\n\n{text}\n\n{result_table(rows, with_paper=False)}"
+
+
+def curves(page: Page) -> str:
+    parts = ["## Accuracy against size", command("curves")]
+    epochs = sorted({row.job.recipe.epochs for row in page.of("curves")})
+    parts.append(
+        f"One dense network each, one seed, and for all methods the fine-tuning of protocol `paper` with {epochs[0]} "
+        "epochs.\nBN scale on PreResNet29 is with coupled branches, since these have no BatchNorm of their own."
+    )
+    parts.append(_picture(page, "curves", "PreResNet29 and WideResNet32: accuracy against parameters left"))
+    for model in ("preresnet29", "wide_resnet32"):
+        rows = page.of("curves", model)
+        if not any(row.records for row in rows):
+            parts.append(f"{NAMES[model]}: {unrun(rows)}")
+            continue
+        sizes = sorted({row.budget[1] for row in rows}, reverse=True)
+        at = {(row.label, row.budget[1]): row for row in rows}
+        names = list(dict.fromkeys(row.label for row in rows))
+        cells = [[_point(at.get((name, size))) for size in sizes] for name in names]
+        head = [NAMES[model], *(f"{size:g}% of the parameters" for size in sizes)]
+        parts.append(table(head, [[name, *cell] for name, cell in zip(names, cells, strict=True)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _point(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.mean:.2f}" if row.records else NOT_RUN
+
+
+def sensitivity(page: Page) -> str:
+    parts = ["## Sensitivity", command("sensitivity")]
+    if "probes" in page.figures:
+        record = page.records["sensitivity-probes"]
+        parts.append(f"Hutchinson's estimate of the scores of four channels of ResNet56 over {record['probes']} "
+                     f"probes, on {record['images']} images, with the exact values.")  # fmt: skip
+        parts.append(_picture(page, "probes", "Scores of four channels against the number of probes"))
+    if "sensitivity" in page.figures:
+        share = 100 * page.records["sensitivity-layers"]["flops"]
+        parts.append(
+            f"Scores of the channels of three layers, and what HAP + Implant does with each at {share:g}% FLOPs."
+        )
+        parts.append(_picture(page, "sensitivity", "Sensitivity per channel of three layers, kept channels marked"))
+    lines = []
+    for model, paper in PAPER_SECONDS.items():
+        record = page.records.get(f"sensitivity-seconds-{model}", {})
+        if record:
+            made = [number(record["exact_seconds"], 2), f"{record['probe_seconds']:.2f} ({record['probes']} probes)"]
+            machine = record["hardware"]["gpu"] if record["device"] == "cuda" else record["hardware"]["cpu"]
+        else:
+            made, machine = [NOT_RUN, NOT_RUN], ""
+        lines.append([NAMES[model], *made, str(machine), f"{paper} (300 probes, Titan Xp)"])
+    head = ["seconds for all scores, 512 images", "exact", "Hutchinson", "on", "paper"]
+    return "\n\n".join([*parts, table(head, lines)])
+
+
+def zoo(page: Page) -> str:
+    lines = [
+        [f"`{name}`", number(100 * e.accuracy, 2), number(100 * e.macs_left, 1), number(100 * e.params_left, 1),
+         f"[{Path(e.result).stem}](../{e.result})"]
+        for name, e in page.manifest.items()
+    ]  # fmt: skip
+    text = """Seed 0 of the headline rows, never the best of several, in half precision in [zoo](../zoo):
+`hap.zoo.load("NAME")`, or `hap eval zoo:NAME --data data/cifar10`."""
+    return f"## Networks to take away\n\n{text}\n\n" + table(
+        ["name", "accuracy %", "FLOPs left %", "params left %", "result"], lines
+    )
+
+
+SECTIONS: tuple[Callable[[Page], str], ...] = (
+    opening, claims, dense, resnet56, ablation, implants, vgg16, preresnet29, best, head_to_head, curves, sensitivity,
+    zoo,
+)  # fmt: skip

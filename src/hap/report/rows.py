@@ -1,0 +1,135 @@
+"""Jobs and what they left, put together over their seeds: what the page of results is made of."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hap.experiments.campaign import Job
+from hap.experiments.config import PruneStep
+from hap.experiments.starting import BorrowedStep, EigenStep
+
+Record = Mapping[str, Any]
+CRITERIA = {"hessian": "HAP", "magnitude": "Magnitude", "random": "Random", "reversed-hessian": "Reversed HAP",
+            "bn-scale": "BN scale (slimming)"}  # fmt: skip
+BORROWED = {"magnitude": "group magnitude", "taylor": "Taylor", "bn-scale": "BN scale"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to make a network. `records` holds a result per seed that has run, `jobs` all that are to run."""
+
+    name: str
+    label: str
+    jobs: tuple[Job, ...]
+    records: tuple[Record, ...]
+
+    @property
+    def job(self) -> Job:
+        return self.jobs[0]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Per cent, after the last epoch."""
+        return [100 * r["accuracy"] for r in self.records]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accuracies)
+
+    def share(self, kind: str) -> float:
+        """Per cent of params or macs left: the mean over seeds, whose plans differ a little."""
+        return 100 * statistics.fmean(r.get(f"{kind}_left", 1.0) for r in self.records)
+
+    @property
+    def dense(self) -> float:
+        """Mean accuracy of the dense networks that the seeds started from, per cent."""
+        return 100 * statistics.fmean(r["dense_accuracy"] for r in self.records)
+
+    @property
+    def budget(self) -> tuple[str, float]:
+        """What the job's budget is in, and per cent left."""
+        for kind in ("flops", "params"):
+            if (share := getattr(self.job.prune, kind, None)) is not None:
+                return kind, round(100 * share, 2)
+        return "flops", 100.0
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """All result files of a folder by name."""
+    files = sorted(folder.glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
+
+
+def make_rows(jobs: Iterable[Job], records: Mapping[str, Record]) -> list[Row]:
+    """A row for every job, its seeds together, in the order of the jobs."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.name.rpartition("-seed")[0], []).append(job)
+    return [
+        Row(name, label(members[0]), tuple(members), tuple(records[j.name] for j in members if j.name in records))
+        for name, members in groups.items()
+    ]
+
+
+def label(job: Job) -> str:
+    """The method in words."""
+    step = job.prune
+    if step is None:
+        return "dense"
+    if isinstance(step, EigenStep):
+        return "EigenDamage"
+    if isinstance(step, BorrowedStep):
+        return f"Torch-Pruning, {BORROWED[step.criterion]}"
+    return _label(step)
+
+
+def _label(step: PruneStep) -> str:
+    if step.implant_kind == "LowRank":
+        return "Low rank"
+    name = CRITERIA[step.criterion] + (" + Implant" if step.implant else "")
+    return f"{name}, coupled" if step.coupling == "joint" and step.criterion == "hessian" else name
+
+
+def spread(rows: Sequence[Row]) -> float | None:
+    """The standard deviation of one seed's accuracy in per cent, pooled over the rows with several seeds."""
+    several = [row.accuracies for row in rows if len(row.records) > 1]
+    freedom = sum(len(a) - 1 for a in several)
+    if not freedom:
+        return None
+    return (sum((len(a) - 1) * statistics.variance(a) for a in several) / freedom) ** 0.5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method above another at one budget; `difference` and its standard `error` are in points of accuracy."""
+
+    kind: str
+    percent: float
+    difference: float
+    error: float | None
+    seeds: tuple[int, int]
+
+    @property
+    def verdict(self) -> str:
+        if self.error is not None and abs(self.difference) < 2 * self.error:
+            return "within the noise"
+        return "held" if self.difference > 0 else "not held"
+
+
+def compare(above: str, below: str, rows: Sequence[Row], deviation: float | None) -> tuple[list[Comparison], int]:
+    """The label `above` against `below` at every budget that both have, and at how many of them both have run."""
+    first, second = ({row.budget: row for row in rows if row.label == name} for name in (above, below))
+    common = [budget for budget in first if budget in second]
+    found = []
+    for kind, percent in common:
+        a, b = first[kind, percent], second[kind, percent]
+        if a.records and b.records:
+            n, m = len(a.records), len(b.records)
+            error = None if deviation is None else deviation * (1 / n + 1 / m) ** 0.5
+            found.append(Comparison(kind, percent, a.mean - b.mean, error, (n, m)))
+    return found, len(common)
