@@ -23,7 +23,7 @@ import hap
 from hap.data import Batch
 from hap.experiments.cifar10 import BORROWED, HEAD_TO_HEAD, dense_name
 from hap.experiments.starting import IMAGES
-from hap.experiments.zoo import import_torchvision
+from hap.experiments.zoo_models import import_torchvision
 from hap.files import write_json
 from hap.provenance import provenance
 

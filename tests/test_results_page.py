@@ -1,0 +1,163 @@
+"""The page of results: what has run, beside the paper, from result files alone; what has not run has no figure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hap
+from hap.experiments.campaign import Folders, Job
+from hap.experiments.cifar10 import jobs as cifar10_jobs
+from hap.files import write_json
+from hap.report.results import write_results
+from hap.report.rows import Comparison, compare, make_rows, spread
+
+ROOT = Path(__file__).parents[1]
+JOBS = {job.name: job for job in cifar10_jobs()}
+HARDWARE = {"gpu": "a GPU", "cpu": "a CPU"}
+
+
+def result(job: Job, accuracy: float, **more: Any) -> dict[str, Any]:
+    """A result file as the campaign writes it, with what the page reads."""
+    step = job.prune
+    left = {k: getattr(step, f, None) or 0.33 for k, f in (("macs_left", "flops"), ("params_left", "params"))}
+    return {"kind": "hap-cifar10", "name": job.name, "accuracy": accuracy, "params": 100_000, "macs": 1,
+            "dense_accuracy": 0.9385, "hardware": HARDWARE, **left} | more  # fmt: skip
+
+
+def rendered(folder: Path, accuracies: dict[str, float]) -> tuple[str, list[Path]]:
+    folders = Folders(folder / "results", folder / "zoo", folder / "work")
+    for name, accuracy in accuracies.items():
+        write_json(folders.result(name), result(JOBS[name], accuracy))
+    paths = write_results(folders, folder / "docs" / "results.md", {})
+    return paths[0].read_text(encoding="utf-8"), paths
+
+
+def row_of(text: str, *words: str) -> list[str]:
+    """The cells of the first table row that holds these words."""
+    line = next(line for line in text.splitlines() if line.startswith("|") and all(word in line for word in words))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def seeds(name: str, accuracies: Sequence[float]) -> dict[str, float]:
+    return {f"{name}-seed{i}": accuracy for i, accuracy in enumerate(accuracies)}
+
+
+def test_without_results_there_is_no_accuracy_of_ours_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    text, paths = rendered(tmp_path, {})
+    assert paths == [tmp_path / "docs" / "results.md"]
+    assert f"0 of {len(JOBS)} runs are there" in text
+    assert not re.search(r"\(\d seeds?\)|±", text.partition("## Claims")[2])
+    assert row_of(text, "ResNet56", "public code")[3:] == ["not run yet", "", "93.88"]
+    for target in (
+        "dense",
+        "resnet56",
+        "ablation",
+        "implants",
+        "vgg16",
+        "preresnet29",
+        "best",
+        "head-to-head",
+        "curves",
+    ):
+        assert f"`hap reproduce {target} --data data/cifar10`" in text
+
+
+def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> None:
+    text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936, 0.935])
+                       | seeds("resnet56-paper-implant-40.7", [0.93]))  # fmt: skip
+    assert row_of(text, "HAP", "38.74, 41.53") == [
+        "HAP", "38.74", "33.00", "93.50 ± 0.10 (3 seeds)", "93.85", "38.74, 41.53", "93.38", "yes",
+    ]  # fmt: skip
+    assert row_of(text, "HAP + Implant", "40.70")[3:] == [
+        "93.00 (1 of 3 seeds)",
+        "93.85",
+        "40.70",
+        "93.55",
+        "no (-0.55)",
+    ]
+    assert row_of(text, "HAP, at 21%")[3] == "not run yet"
+
+
+def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
+    base = "resnet56-paper"
+    text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.934, 0.936, 0.935])
+                       | seeds(f"{base}-random-38.74", [0.90]) | seeds(f"{base}-magnitude-38.74", [0.9345])
+                       | seeds(f"{base}-reversed-hessian-38.74", [0.95]))  # fmt: skip
+    assert row_of(text, "HAP above Random")[2:] == [
+        "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.50 ± 0.12 (held)",
+    ]  # fmt: skip
+    assert row_of(text, "HAP above Magnitude")[2].startswith("held at 0 of 1") and "within the noise" in text
+    assert "-1.50 ± 0.12 (not held)" in text
+    assert row_of(text, "HAP + Implant above Low rank")[2] == "not run yet"
+
+
+def test_one_seed_against_one_without_known_noise_is_judged_by_its_sign() -> None:
+    assert Comparison("flops", 50.0, 0.01, None, (1, 1)).verdict == "held"
+    assert Comparison("flops", 50.0, -0.01, None, (1, 1)).verdict == "not held"
+    rows = make_rows([JOBS["resnet56-paper-hap-50.0-seed0"]], {})
+    assert compare("HAP", "HAP", rows, None) == ([], 1) and spread(rows) is None
+
+
+def test_the_best_protocol_stands_beside_what_is_published(tmp_path: Path) -> None:
+    text, _ = rendered(tmp_path, seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945]))
+    assert row_of(text, "ResNet56, HAP + Implant, at 53%")[3:] == [
+        "94.40 ± 0.10 (3 seeds)", "93.85", "94.22 (CORING)", "yes",
+    ]  # fmt: skip
+
+
+def test_figures_are_drawn_from_what_has_run_and_do_not_change(tmp_path: Path) -> None:
+    base = "preresnet29-short"
+    accuracies = seeds("resnet56-paper-hap-38.74", [0.934, 0.936]) | seeds("resnet56-paper-random-38.74", [0.9])
+    accuracies |= seeds(f"{base}-hap-50.0", [0.94]) | seeds(f"{base}-hap-20.0", [0.93])
+    accuracies |= seeds(f"{base}-eigendamage-50.0", [0.935])
+    text, paths = rendered(tmp_path, accuracies)
+    pictures = {path.name: path.read_text() for path in paths[1:]}
+    assert set(pictures) == {"results-resnet56.svg", "results-curves.svg"}
+    assert all(f"(images/{name})" in text and len(picture) < 100_000 for name, picture in pictures.items())
+    assert "EigenDamage" in pictures["results-curves.svg"] and "40 epochs" in pictures["results-curves.svg"]
+    assert "Random" in pictures["results-resnet56.svg"]
+    assert row_of(text, "EigenDamage", "93.50")[1:] == ["93.50", "not run yet", "not run yet", ""]
+    again, _ = rendered(tmp_path, {})
+    assert again == text and pictures == {path.name: path.read_text() for path in paths[1:]}
+
+
+def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
+    layers = {f"layer{i}": {"scores": [1.0, 0.1, 0.01], "fate": ["kept", "implanted", "removed"]} for i in range(3)}
+    channel = {"layer": "conv1", "unit": 0, "exact": 1.0, "mean": [1.2, 1.1], "error": [None, 0.1]}
+    folder = tmp_path / "results"
+    write_json(folder / "sensitivity-layers.json", {"criterion": "hessian", "layers": layers, "flops": 0.407})
+    write_json(folder / "sensitivity-probes.json", {"probes": 2, "images": 512, "channels": [channel]})
+    seconds = {"exact_seconds": 0.25, "probe_seconds": 9.0, "probes": 300, "device": "cuda", "hardware": HARDWARE}
+    write_json(folder / "sensitivity-seconds-resnet56.json", seconds)
+    text, paths = rendered(tmp_path, {})
+    assert {path.name for path in paths[1:]} == {"results-sensitivity.svg", "results-probes.svg"}
+    assert row_of(text, "Titan Xp", "ResNet56", "61")[1:4] == ["0.25", "9.00 (300 probes)", "a GPU"]
+    assert row_of(text, "Titan Xp", "WideResNet32")[1] == "not run yet"
+
+
+def test_the_page_of_this_repository_is_what_its_result_files_say(tmp_path: Path) -> None:
+    folders = Folders(ROOT / "results" / "cifar10", ROOT / "zoo", tmp_path)
+    page = write_results(folders, tmp_path / "results.md", hap.zoo.entries())[0]
+    assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "results.md").read_text(encoding="utf-8"), (
+        "results changed: run hap reproduce all --render"
+    )
+
+
+@pytest.mark.parametrize("name", [p.stem for p in sorted((ROOT / "results" / "cifar10").glob("*-seed?.json"))])
+def test_every_result_file_of_this_repository_is_of_a_known_run(name: str) -> None:
+    record = json.loads((ROOT / "results" / "cifar10" / f"{name}.json").read_text())
+    job = JOBS[name]
+    assert (record["model"], record["seed"]) == (job.model, job.recipe.seed)
+    assert record["recipe"] == job.recipe.to_dict()
+    assert len(record["history"]["loss"]) == job.recipe.epochs
+    assert record["accuracy"] == pytest.approx(
+        record["history"]["accuracy"][-1], abs=5e-4
+    )  # kernels differ by an image
+    assert record["revision"] and record["hardware"] and record["date"]
