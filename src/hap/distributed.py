@@ -28,3 +28,7 @@ def total(count: int, device: torch.device) -> int:
     number = torch.tensor(count, device=device)
     sum_([number])
     return int(number)
+
+
+def rank() -> int:
+    return dist.get_rank() if processes() > 1 else 0

@@ -13,11 +13,16 @@ from torch import Tensor
 from hap.errors import HapError
 from hap.groups import Group, Producer
 from hap.scoring.base import Criterion, Problem, Scores, fold
-from hap.scoring.curvature import Hessian, gauss_newton_traces, why_not_exact, why_not_gauss_newton
+from hap.scoring.curvature import Hessian
+from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
+from hap.scoring.outputs import CannotSample
+from hap.scoring.running import Running
 
-METHODS = ("auto", "exact", "hutchinson", "gauss-newton")
+METHODS = ("auto", "exact", "sampled", "hutchinson", "gauss-newton")
 BLOCK = 25
 UNDECIDED = 0.01
+MOST_OUTPUTS = 20
+"""Beyond this many outputs a few random combinations tell as much as one backward pass per output."""
 
 
 def rademacher(weights: dict[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -28,7 +33,7 @@ def rademacher(weights: dict[str, Tensor], count: int, generator: torch.Generato
     }
 
 
-def quadratics(problem: Problem, probes: int, chunk: int, seed: int) -> Iterator[dict[str, Tensor]]:
+def quadratics(problem: Problem, probes: int, chunk: int | None, seed: int) -> Iterator[dict[str, Tensor]]:
     """The elements of v * Hv for random sign vectors v, a block of probes (the first axis) at a time."""
     operator = Hessian(problem)
     generator = torch.Generator(next(iter(problem.weights.values())).device).manual_seed(seed)
@@ -47,18 +52,22 @@ def quadratics(problem: Problem, probes: int, chunk: int, seed: int) -> Iterator
 class HessianTrace(Criterion):
     """How the trace is found:
 
-    "hutchinson"    mean of v^T H v over `probes` random sign vectors, `chunk` of them at a time, as in the paper. Gives
-                    standard errors. With `settle`, the share of units to be kept, it stops as soon as all but 1% of
-                    the units are more than two standard errors away from the cut.
+    "hutchinson"    mean of v^T H v over `probes` random sign vectors, as in the paper, `chunk` of them at a time or as
+                    many as memory allows. Gives standard errors. With `settle`, the share of units to be kept, it stops
+                    as soon as all but 1% of the units are more than two standard errors away from the cut.
     "exact"         without probes or variance, one backward pass per output. Valid where the network is piecewise
                     linear in each single weight (convolutions, BatchNorm in eval mode, ReLU, pooling, sums).
-    "gauss-newton"  the same computation for any network; not the Hessian there, and so not called that.
-    "auto"          exact where it is valid, else hutchinson.
+    "sampled"       an unbiased estimate of the same for networks with many outputs, from `draws` random combinations
+                    of each sample's outputs. Gives standard errors.
+    "gauss-newton"  the computation of "exact" (of "sampled" beyond 20 outputs) for any network; not the Hessian there,
+                    and so not called that.
+    "auto"          where it is valid exact up to 20 outputs and sampled beyond, else hutchinson.
     """
 
     method: str = "auto"
     probes: int = 300
-    chunk: int = 1
+    chunk: int | None = None
+    draws: int = 16
     seed: int = 0
     settle: float | None = None
 
@@ -67,45 +76,57 @@ class HessianTrace(Criterion):
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise HapError(f"method is {self.method!r}; expected one of {', '.join(map(repr, METHODS))}")
-        if self.probes < 2 or self.chunk < 1:
+        if self.probes < 2 or self.draws < 2 or (self.chunk is not None and self.chunk < 1):
             raise HapError(
-                f"probes={self.probes}, chunk={self.chunk}; expected at least 2 probes and chunks of at least 1"
+                f"probes={self.probes}, draws={self.draws}, chunk={self.chunk}; "
+                "expected at least 2 probes, at least 2 draws and chunks of at least 1 (or None)"
             )
         if self.settle is not None and not 0 < self.settle < 1:
             raise HapError(f"settle={self.settle}; expected the share of units to be kept, between 0 and 1")
 
     def scores(self, problem: Problem) -> Scores:
-        method = self.method
-        if method == "auto":
-            method = "hutchinson" if why_not_exact(problem) else "exact"
-        if method == "hutchinson":
+        curved = problem.groups.curved
+        if self.method == "hutchinson" or (self.method == "auto" and curved is not None):
             return self._hutchinson(problem)
-        why = why_not_exact(problem) if method == "exact" else why_not_gauss_newton(problem)
-        if why is not None:
-            raise HapError(f'method="{method}" does not apply: {why}. Use HessianTrace(method="hutchinson").')
-        traces = gauss_newton_traces(problem)
-        values = problem.assemble(lambda g, p: factor(problem, g, p) * fold(g, p, traces[p.weight]))
-        return Scores(values, about={"method": method})
+        found = survey(problem)
+        why = found.why_not
+        if self.method != "gauss-newton" and curved is not None:
+            why = f"the network is not piecewise linear in each weight ({curved})"
+        if why is None:
+            try:
+                return self._gauss_newton(problem, found)
+            except CannotSample as error:
+                if self.method != "auto":
+                    raise
+                why = str(error)
+        if self.method == "auto":
+            return self._hutchinson(problem)
+        raise HapError(f'method="{self.method}" does not apply: {why}. Use HessianTrace(method="hutchinson").')
+
+    def _gauss_newton(self, problem: Problem, found: Survey) -> Scores:
+        """Equation 6 from exact traces, or from the mean of sampled ones with its standard error."""
+        sampled = self.method == "sampled" or (self.method != "exact" and found.outputs > MOST_OUTPUTS)
+        method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
+        traces = gauss_newton_traces(problem, found, self.draws if sampled else 0, self.seed)
+        samples = problem.assemble(lambda g, p: factor(problem, g, p) * fold(g, p, traces[p.weight]))
+        if not sampled:
+            return Scores({n: v[0] for n, v in samples.items()}, about={"method": method})
+        errors = {n: v.std(0) / self.draws**0.5 for n, v in samples.items()}
+        return Scores({n: v.mean(0) for n, v in samples.items()}, errors, {"method": method, "draws": self.draws})
 
     def _hutchinson(self, problem: Problem) -> Scores:
-        """Welford's mean and variance of the score itself, probe by probe, so that errors cover the whole sum."""
-        count, mean, square = 0, torch.zeros(0), torch.zeros(0)
+        """Mean and error of the score itself, probe by probe, so that errors cover the whole sum."""
+        running = Running()
         for sample in self.estimates(problem):
-            count += 1
-            if count == 1:
-                mean, square = sample.clone(), torch.zeros_like(sample)
-            else:
-                step = sample - mean
-                mean += step / count
-                square += step * (sample - mean)
-            if self.settle is not None and count % BLOCK == 0 and self._settled(mean, square, count):
+            running.add(sample)
+            if self.settle is not None and running.count % BLOCK == 0 and self._settled(running):
                 break
-        error = (square / (count - 1) / count).sqrt()
+        mean, error = running.mean, running.error()
         if not torch.isfinite(mean).all():
             raise HapError("a Hessian product is not finite; check the model's weights, or score in float32")
         sizes = [len(g) for g in problem.groups.values()]
         values, errors = (dict(zip(problem.groups, t.split(sizes), strict=True)) for t in (mean, error))
-        return Scores(values, errors, {"method": "hutchinson", "probes": count})
+        return Scores(values, errors, {"method": "hutchinson", "probes": running.count})
 
     def estimates(self, problem: Problem) -> Iterator[Tensor]:
         """One unbiased estimate of all scores (float64, groups one after the other) per probe."""
@@ -125,11 +146,10 @@ class HessianTrace(Criterion):
             columns.append(torch.stack(parts).sum(0))
         return torch.cat(columns, dim=1)
 
-    def _settled(self, mean: Tensor, square: Tensor, count: int) -> bool:
+    def _settled(self, running: Running) -> bool:
         assert self.settle is not None
-        error = (square / (count - 1) / count).sqrt()
-        cut = torch.quantile(mean, 1 - self.settle)
-        return float(((mean - cut).abs() < 2 * error).double().mean()) <= UNDECIDED
+        cut = torch.quantile(running.mean, 1 - self.settle)
+        return float(((running.mean - cut).abs() < 2 * running.error()).double().mean()) <= UNDECIDED
 
 
 def factor(problem: Problem, group: Group, producer: Producer) -> Tensor:

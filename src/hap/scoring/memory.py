@@ -1,0 +1,83 @@
+"""How much memory scoring may use, how much a graph holds, and going on in smaller pieces when it runs out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Result = TypeVar("Result")
+
+SHARE = {"cuda": 0.8, "cpu": 0.5}
+"""Of the free memory of a device. A CPU's is shared with other programs, so half of it is left to them."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device could still hand out: for CUDA with what torch's allocator keeps for itself."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except (OSError, StopIteration):  # not Linux: half of what the machine has
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def budget(device: torch.device) -> int:
+    """Bytes that scoring may use on a device."""
+    return int(SHARE["cuda" if device.type == "cuda" else "cpu"] * free_bytes(device))
+
+
+@dataclass
+class Held:
+    """Storages that autograd keeps for a backward pass: bytes by address."""
+
+    storages: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+
+@contextmanager
+def held_by_graph() -> Iterator[Held]:
+    """Counts what a forward pass inside keeps for its backward pass, parameters left out."""
+    held = Held()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            held.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield held
+
+
+@dataclass
+class Pieces:
+    """Work done a piece at a time, at most `size` at once, and by halves of that once memory runs out."""
+
+    size: int
+
+    def of(self, count: int, work: Callable[[slice], Result]) -> Iterator[tuple[slice, Result]]:
+        """work(part) for consecutive parts of range(count). A part of one that does not fit is an error."""
+        start = 0
+        while start < count:
+            part = slice(start, min(start + self.size, count))
+            try:
+                result = work(part)
+            except torch.OutOfMemoryError:
+                self.size = (part.stop - part.start) // 2
+                if not self.size:
+                    raise
+                continue  # only here does the traceback let go of what the failed attempt held
+            yield part, result
+            start = part.stop
