@@ -2,6 +2,7 @@
 
 from hap.cli.app import app
 from hap.cli.experiments import demo, report, run
+from hap.cli.glue import glue
 from hap.cli.inspecting import evaluate, export, info
 from hap.cli.pruning import prune, score
 from hap.cli.reproduce import reproduce
@@ -13,8 +14,9 @@ __all__ = ["app", "main"]
 for command, name in (
     (demo, "demo"), (train, "train"), (score, "score"), (prune, "prune"), (finetune, "finetune"), (run, "run"),
     (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"), (reproduce, "reproduce"), (zoo, "zoo"),
+    (glue, "glue"),
 ):  # fmt: skip
-    app.command(name, no_args_is_help=name in ("train", "run", "reproduce", "zoo"))(command)
+    app.command(name, no_args_is_help=name in ("train", "run", "reproduce", "zoo", "glue"))(command)
 
 
 def main() -> None:

@@ -99,7 +99,8 @@ def read_tsv(path: Path) -> Texts:
     label, first = (_column(path, header, names) for names in (LABELS, FIRST))
     second = next((header.index(n) for n in SECOND if n in header and header.index(n) != first), None)
     rows = [line.rstrip("\r").split("\t") for line in lines[1:] if line.strip()]
-    if bad := next((i for i, row in enumerate(rows) if len(row) != len(header)), None):
+    bad = next((i for i, row in enumerate(rows) if len(row) != len(header)), None)
+    if bad is not None:
         raise HapError(f"{path}, line {bad + 2}: {len(rows[bad])} fields; expected {len(header)}, as in its header")
     labels = tuple(_label(path, row[label]) for row in rows)
     pairs = None if second is None else tuple(row[second] for row in rows)

@@ -1,0 +1,337 @@
+"""The paper's experiment on attention heads: fine-tune an encoder on a GLUE task, remove heads, fine-tune on, measure.
+
+One job is a task, a criterion and a seed. It starts from the dense network of its task and seed, which is trained once
+and kept, prunes it to each share of the heads, trains these networks side by side and leaves one result file.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+from hap.blocks import units_of
+from hap.data.glue import Corpus, Encoded, encode, metrics_of
+from hap.data.glue import read as read_task
+from hap.errors import HapError
+from hap.experiments.results import read_json
+from hap.experiments.tuning import Tuned, Tuning, predict, tune
+from hap.files import write_json
+from hap.groups import Groups
+from hap.provenance import provenance
+from hap.scoring import Criterion
+
+Say = Callable[[str], None]
+KIND, FORMAT = "hap-glue", 1
+BUDGETS = (0.8, 0.6, 0.5, 0.4)
+ORDER = ("mrpc", "rte", "qnli", "sst2")
+"""The most telling first: the paper has MRPC and QNLI; ours of QNLI is small, and SST-2 is large."""
+
+MOST_STEPS = {"sst2": 1000}
+"""Fine-tuning ends after so many steps, before and after pruning, on a task that is large."""
+
+
+def criterion_of(name: str, seed: int, probes: int) -> Criterion:
+    made: dict[str, Criterion] = {
+        "hessian": hap.JointTrace("hutchinson", probes=probes, seed=seed),
+        "gauss-newton": hap.JointTrace("gauss-newton", seed=seed),
+        "gradient": hap.GateGradient(),
+        "gradient-raw": hap.GateGradient(per_layer=False),
+        "magnitude": hap.Whole(hap.Magnitude()),
+        "random": hap.Random(seed),
+    }
+    if name not in made:
+        raise HapError(f"criterion is {name!r}; expected one of {', '.join(made)}")
+    return made[name]
+
+
+CRITERIA = ("hessian", "gradient", "magnitude", "random")
+
+
+@dataclass(frozen=True)
+class Job:
+    task: str
+    criterion: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.criterion}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every job of a campaign is run: `dense` before pruning, `after` it. `score_batch` bounds the memory of
+    scores, which are taken on `calibration` training examples."""
+
+    dense: Tuning = field(default_factory=lambda: Tuning(epochs=5))
+    after: Tuning = field(default_factory=lambda: Tuning(epochs=10))
+    budgets: tuple[float, ...] = BUDGETS
+    calibration: int = 256
+    score_batch: int = 16
+    probes: int = 50
+    together: int = 4
+    graphs: bool = True
+
+    def tuning(self, which: str, job: Job) -> Tuning:
+        chosen = self.dense if which == "dense" else self.after
+        limits = [n for n in (chosen.most_steps, MOST_STEPS.get(job.task)) if n is not None]
+        return replace(chosen, seed=job.seed, most_steps=min(limits, default=None))
+
+
+@dataclass(frozen=True)
+class Folders:
+    """`results`: a JSON file per finished job. `work`: dense networks, and budgets that are finished."""
+
+    results: Path
+    work: Path
+
+    def result(self, job: Job) -> Path:
+        return self.results / f"{job.name}.json"
+
+    def dense(self, job: Job) -> Path:
+        return self.work / f"{job.task}-dense-seed{job.seed}.safetensors"
+
+    def part(self, job: Job) -> Path:
+        return self.work / f"{job.name}.part.json"
+
+
+def jobs(tasks: Iterable[str], criteria: Iterable[str], seeds: Iterable[int]) -> list[Job]:
+    """Task by task; all criteria of a seed before the next seed, so that what is there can be compared."""
+    return [Job(t, c, s) for t in tasks for s in seeds for c in criteria]
+
+
+class Campaign:
+    """What the jobs share: the model, its tokenizer and its groups, and the tokenised tasks on the device."""
+
+    def __init__(self, model: str | Path, data: str | Path, folders: Folders, settings: Settings,
+                 device: torch.device, note: str = "", revision: str | None = None, say: Say = print):  # fmt: skip
+        self.source, self.data, self.folders, self.settings = str(model), Path(data), folders, settings
+        self.device, self.note, self.revision, self.say = device, note, revision, say
+        self.library = load_transformers()
+        self.tokenizer = self.library.AutoTokenizer.from_pretrained(self.source)
+        self._groups: Groups | None = None
+        self._corpora: dict[str, tuple[Corpus, Encoded, Encoded]] = {}
+        self._last: tuple[Path, nn.Module, dict[str, Any]] | None = None
+
+    def work_off(self, chosen: Sequence[Job], seconds: float | None = None) -> None:
+        """Run what has no result yet, in order; with `seconds`, begin nothing that is expected to end later."""
+        begun, longest = time.monotonic(), 0.0
+        for job in [j for j in chosen if not self.folders.result(j).exists()]:
+            started = time.monotonic()
+            if seconds is not None and started - begun + 1.1 * longest > seconds:
+                self.say(f"stopped before {job.name}: the last job took {longest:.0f} s")
+                return
+            self.run(job)
+            longest = time.monotonic() - started
+            self.say(f"{job.name}: {longest:.1f} s")
+
+    def run(self, job: Job) -> None:
+        begun = time.monotonic()
+        with fast_products(self.device):
+            dense, about = self._dense(job)
+            scores, scoring = self._scores(job, dense)
+            parts = self._parts(job, dense, scores)
+        corpus, train, dev = self._corpus(job.task)
+        result = {
+            "kind": KIND, "format": FORMAT, "name": job.name, "task": corpus.name, "metrics": corpus.task.metrics,
+            "criterion": job.criterion, "criterion_settings": self._criterion(job).to_dict(), "seed": job.seed,
+            "model": self._model_facts(), "examples": {"train": len(train), "dev": len(dev)},
+            "tuning": {w: self.settings.tuning(w, job).to_dict() for w in ("dense", "after")},
+            "dense": about, "scoring": scoring, "scores": {n: v.tolist() for n, v in scores.items()},
+            "budgets": [{"heads": 1.0, "metrics": about["metrics"]}, *parts],
+            "seconds": time.monotonic() - begun,
+        } | provenance(self.revision)  # fmt: skip
+        write_json(self.folders.result(job), result)
+
+    # ---- the dense network ----------------------------------------------------------------------------------
+
+    def _dense(self, job: Job) -> tuple[nn.Module, dict[str, Any]]:
+        """The network fine-tuned on the task with this seed, and how it was; trained now or read from `work`."""
+        path = self.folders.dense(job)
+        if self._last is None or self._last[0] != path:
+            self._last = None
+            found = hap.load(path, self._fresh()).to(self.device).eval() if path.exists() else self._train_dense(job)
+            self._last = path, found, hap.read(path).metrics
+        return self._last[1:]
+
+    def _train_dense(self, job: Job) -> nn.Module:
+        self.say(f"{job.task}, seed {job.seed}: fine-tuning the dense network")
+        _, train, dev = self._corpus(job.task)
+        torch.manual_seed(job.seed)
+        network = self.library.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2)
+        model = network.float().to(self.device)
+        memory = step_memory(model, train, self.settings.tuning("dense", job))
+        tuned = tune([model], train, self.settings.tuning("dense", job), self.settings.graphs)[0]
+        epoch = tuned.seconds / tuned.steps * (len(train) // self.settings.dense.batch)
+        about = {"metrics": self._measure(model, dev, job), "seconds": tuned.seconds, "steps": tuned.steps,
+                 "loss": tuned.loss, "seconds_per_epoch": epoch, "step_memory": memory}  # fmt: skip
+        hap.save(self.folders.dense(job), model, metrics=about)
+        return model
+
+    def _fresh(self) -> nn.Module:
+        """The network's shape, with weights that a checkpoint is about to overwrite."""
+        config = self.library.AutoConfig.from_pretrained(self.source, num_labels=2)
+        return self.library.AutoModelForSequenceClassification.from_config(config).float()
+
+    # ---- scores ---------------------------------------------------------------------------------------------
+
+    def groups(self) -> Groups:
+        """The heads that can go. They depend on the shape of the network alone, and are found once."""
+        if self._groups is None:
+            begun = time.monotonic()
+            self._groups = units_of(hap.trace(self._fresh().eval(), self._example(torch.device("cpu"))), "heads")
+            self.say(f"{self._groups.units} heads in {len(self._groups)} layers, {time.monotonic() - begun:.1f} s")
+        return self._groups
+
+    def _example(self, device: torch.device) -> dict[str, Tensor]:
+        ids = torch.randint(5, self.tokenizer.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+    def _criterion(self, job: Job) -> Criterion:
+        return criterion_of(job.criterion, job.seed, self.settings.probes)
+
+    def _scores(self, job: Job, dense: nn.Module) -> tuple[hap.Scores, dict[str, Any]]:
+        _, train, _ = self._corpus(job.task)
+        batches = list(train.head(self.settings.calibration, job.seed).batches(self.settings.score_batch))
+        groups = self.groups()
+        with peak_memory(self.device) as peak:
+            begun = time.monotonic()
+            scores = hap.score(dense, groups, batches, loss_of, self._criterion(job))
+            seconds = time.monotonic() - begun
+        return scores, {"seconds": seconds, "peak_memory": peak.bytes, "examples": sum(len(y) for _, y in batches),
+                        "batch": self.settings.score_batch, "about": scores.about}  # fmt: skip
+
+    # ---- pruned networks ------------------------------------------------------------------------------------
+
+    def _parts(self, job: Job, dense: nn.Module, scores: hap.Scores) -> list[dict[str, Any]]:
+        """What became of each budget; those finished before are read back."""
+        path = self.folders.part(job)
+        done: list[dict[str, Any]] = read_json(path) if path.exists() else []
+        left = [b for b in self.settings.budgets if b not in [d["heads"] for d in done]]
+        for start in range(0, len(left), self.settings.together):
+            done += self._prune_and_tune(job, dense, scores, left[start : start + self.settings.together])
+            write_json(path, done)
+        return sorted((d for d in done if d["heads"] in self.settings.budgets), key=lambda d: -d["heads"])
+
+    def _prune_and_tune(self, job: Job, dense: nn.Module, scores: hap.Scores, budgets: Sequence[float]) -> list[Any]:
+        _, train, dev = self._corpus(job.task)
+        plans = [hap.plan(self.groups(), scores, hap.Budget(channels=b)) for b in budgets]
+        models = [hap.apply_(copy.deepcopy(dense), plan, self._example(self.device)) for plan in plans]
+        at_once = [self._measure(model, dev, job) for model in models]
+        tuned = tune(models, train, self.settings.tuning("after", job), self.settings.graphs)
+        parts = [
+            self._part(budget, plan, shot, self._measure(model, dev, job), run)
+            for budget, plan, shot, model, run in zip(budgets, plans, at_once, models, tuned, strict=True)
+        ]
+        for part in parts:
+            self.say(f"{job.name}: {part['heads']:.0%} of the heads, {100 * part['metrics']['score']:.2f}")
+        del models
+        release(self.device)
+        return parts
+
+    @staticmethod
+    def _part(budget: float, plan: hap.Plan, shot: dict[str, float], metrics: dict[str, float], run: Tuned) -> Any:
+        return {
+            "heads": budget, "heads_left": {n: len(units) for n, units in plan.kept.items()},
+            "kept": plan.kept, "params_left": plan.after.params / plan.before.params,
+            "macs_left": plan.after.macs / plan.before.macs, "metrics_before_tuning": shot, "metrics": metrics,
+            "loss": run.loss, "steps": run.steps, "seconds": run.seconds, "side_by_side": run.side_by_side,
+        }  # fmt: skip
+
+    # ---- data and facts -------------------------------------------------------------------------------------
+
+    def _corpus(self, task: str) -> tuple[Corpus, Encoded, Encoded]:
+        if task not in self._corpora:
+            corpus = read_task(self.data, task)
+            train, dev = (encode(texts, self.tokenizer).to(self.device) for texts in (corpus.train, corpus.dev))
+            self._corpora[task] = corpus, train, dev
+        return self._corpora[task]
+
+    def _measure(self, model: nn.Module, dev: Encoded, job: Job) -> dict[str, float]:
+        return metrics_of(*predict(model, dev), self._corpus(job.task)[0].task)
+
+    def _model_facts(self) -> dict[str, Any]:
+        config = self.library.AutoConfig.from_pretrained(self.source)
+        return {"name": Path(self.source).name, "note": self.note or Path(self.source).name, "type": config.model_type,
+                "layers": len(self.groups()), "heads": self.groups().units}  # fmt: skip
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    """The loss of a Hugging Face classifier, as hap.score wants it."""
+    return F.cross_entropy(output.logits.float(), target)
+
+
+def load_transformers() -> Any:
+    """transformers, or HapError that says how to get it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise HapError("this command needs the package transformers: pip install transformers") from error
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """TF32 for what runs in float32 on CUDA, such as scores."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@dataclass
+class Peak:
+    """Bytes allocated at most, None where the device does not count them."""
+
+    bytes: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """The most memory in use on a CUDA device inside, what was there before included."""
+    peak = Peak()
+    if device.type == "cuda":
+        release(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+
+
+def step_memory(model: nn.Module, data: Encoded, tuning: Tuning) -> int | None:
+    """The most memory that plain training steps need, on a copy of the model that is thrown away."""
+    if data.labels.device.type != "cuda":
+        return None
+    other = copy.deepcopy(model)
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    with peak_memory(data.labels.device) as peak:
+        tune([other], data, replace(tuning, epochs=1, most_steps=3), graphs=False)
+    assert peak.bytes is not None
+    return peak.bytes - held
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def status(chosen: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
+    done = [j.name for j in chosen if folders.result(j).exists()]
+    return {"done": done, "left": [j.name for j in chosen if j.name not in done]}

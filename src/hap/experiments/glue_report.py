@@ -1,0 +1,140 @@
+"""The results of `hap glue` as a page of tables like the paper's, made from the result files alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hap.errors import HapError
+from hap.experiments.glue import FORMAT, KIND
+from hap.experiments.results import read_records
+
+Record = dict[str, Any]
+
+PAPER: dict[str, dict[str, tuple[float, ...]]] = {
+    "mrpc": {"gradient": (92.06, 92.19, 89.52, 89.36, 89.07), "hessian": (92.06, 91.97, 90.74, 90.43, 89.89)},
+    "qnli": {"gradient": (93.12, 92.4, 91.78, 91.71, 91.38), "hessian": (93.12, 93.3, 92.93, 92.59, 92.27)},
+}
+"""The paper's figures for RoBERTa-base with 100, 80, 60, 50 and 40% of the heads."""
+
+FIELDS = ("metrics", "metrics_before_tuning")
+NAMES = {
+    "hessian": "Hessian trace (HAP)", "gauss-newton": "Gauss-Newton trace", "gradient": "gradient, per layer (Michel)",
+    "gradient-raw": "gradient, not per layer", "magnitude": "magnitude", "random": "random",
+}  # fmt: skip
+
+
+def render(folder: str | Path) -> str:
+    """The page, in Markdown."""
+    records = [r for r in read_records(folder) if r["kind"] == KIND and r.get("format") == FORMAT]
+    if not records:
+        raise HapError(f"{folder} holds no results of hap glue")
+    tasks = list(dict.fromkeys(r["task"] for r in records))
+    lines = ["# Attention heads on GLUE", "", *_preface(records), ""]
+    for task in tasks:
+        lines += _task(task, [r for r in records if r["task"] == task])
+    return "\n".join([*lines, *_costs(records), ""])
+
+
+def _preface(records: Sequence[Record]) -> list[str]:
+    models = sorted({f"{r['model']['note']} ({r['model']['type']}, {r['model']['heads']} heads)" for r in records})
+    machines = sorted({str(r["hardware"]["gpu"] or r["hardware"]["cpu"]) for r in records})
+    revisions = sorted({r["revision"] for r in records})
+    return [
+        f"Made by `hap glue --render` from {len(records)} files. Model: {', '.join(models)}. "
+        f"Hardware: {', '.join(machines)}. Revision: {', '.join(revisions)}.",
+        "",
+        "Each network is fine-tuned, loses heads over all layers at once (at least one stays in each), and is trained "
+        "on. Figures are percent on the development set after the LAST step, never the best of several: mean over "
+        "seeds ± standard deviation. The paper's figures are for RoBERTa-base and stand beside ours for orientation.",
+    ]
+
+
+def _task(task: str, records: Sequence[Record]) -> list[str]:
+    first = records[0]
+    shares = sorted({b["heads"] for r in records for b in r["budgets"]}, reverse=True)
+    criteria = [c for c in NAMES if any(r["criterion"] == c for r in records)]
+    lines = [f"## {task}", "", _about(task, records), ""]
+    head = ["heads left", *(f"{s:.0%}" for s in shares)]
+    rows = {f: [[NAMES[c], *_cells(records, c, shares, f)] for c in criteria] for f in FIELDS}
+    lines += _table(head, rows["metrics"] + _paper_rows(task, shares))
+    lines += ["", "Right after pruning, before any further training:", ""]
+    lines += _table(head, rows["metrics_before_tuning"])
+    if "hessian" in criteria and "gradient" in criteria:
+        lines += ["", _verdict(records, shares)]
+    return [*lines, "", f"Metric: {' and '.join(first['metrics'])}{', mean' if len(first['metrics']) > 1 else ''}.", ""]
+
+
+def _about(task: str, records: Sequence[Record]) -> str:
+    first = records[0]
+    seeds = sorted({r["seed"] for r in records})
+    examples, before = first["examples"], first["dense"]["steps"]
+    after = next(b["steps"] for b in first["budgets"] if "steps" in b)
+    split = " QNLI's development set alone, split in two; not comparable with QNLI." if task == "qnli-dev" else ""
+    return (
+        f"{examples['train']:,} examples to train on, {examples['dev']:,} to measure on.{split} "
+        f"{before:,} steps of fine-tuning before pruning and {after:,} after; seeds {', '.join(map(str, seeds))}."
+    )
+
+
+def _cells(records: Sequence[Record], criterion: str, shares: Sequence[float], field: str) -> list[str]:
+    return [_mean(_values(records, criterion, share, field)) for share in shares]
+
+
+def _values(records: Sequence[Record], criterion: str, share: float, field: str = "metrics") -> dict[int, float]:
+    """The score of each seed."""
+    return {
+        r["seed"]: 100 * (b.get(field) or b["metrics"])["score"]
+        for r in records if r["criterion"] == criterion
+        for b in r["budgets"] if b["heads"] == share
+    }  # fmt: skip
+
+
+def _mean(values: dict[int, float]) -> str:
+    found = list(values.values())
+    if not found:
+        return "-"
+    return f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
+
+
+def _paper_rows(task: str, shares: Sequence[float]) -> list[list[str]]:
+    columns = dict(zip((1.0, 0.8, 0.6, 0.5, 0.4), range(5), strict=True))
+    rows = PAPER.get(task, {})
+    return [
+        [f"*paper, {name}*", *(f"*{rows[name][columns[s]]:.2f}*" if s in columns else "-" for s in shares)]
+        for name in rows
+    ]
+
+
+def _verdict(records: Sequence[Record], shares: Sequence[float]) -> str:
+    """How far the Hessian is ahead of the gradient, seed by seed: both start from the same dense network."""
+    parts = []
+    for share in (s for s in shares if s < 1):
+        ours, theirs = (_values(records, c, share) for c in ("hessian", "gradient"))
+        gaps = {seed: ours[seed] - theirs[seed] for seed in sorted(ours) if seed in theirs}
+        if gaps:
+            parts.append(f"{share:.0%}: {_mean(gaps)} ({', '.join(f'{g:+.2f}' for g in gaps.values())})")
+    return f"Hessian minus gradient, points (seed by seed): {'; '.join(parts)}."
+
+
+def _costs(records: Sequence[Record]) -> list[str]:
+    """Time and memory of scores beside those of training, task by task."""
+    rows = []
+    for r in sorted(records, key=lambda r: (r["task"], list(NAMES).index(r["criterion"]), r["seed"])):
+        scoring, dense = r["scoring"], r["dense"]
+        memory = scoring["peak_memory"] and dense["step_memory"] and scoring["peak_memory"] / dense["step_memory"]
+        if r["seed"] == min(o["seed"] for o in records if o["task"] == r["task"]):
+            rows.append([
+                r["task"], NAMES[r["criterion"]], f"{scoring['seconds']:.2f}", f"{dense['seconds_per_epoch']:.2f}",
+                f"{scoring['peak_memory'] / 2**30:.2f}" if scoring["peak_memory"] else "-",
+                f"{memory:.2f}" if memory else "-",
+            ])  # fmt: skip
+    head = ["task", "criterion", "scores, s", "one epoch, s", "peak memory, GiB", "of a training step's"]
+    return ["## What the scores cost", "", *_table(head, rows)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]

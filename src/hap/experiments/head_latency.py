@@ -1,0 +1,50 @@
+"""How much faster an encoder is without half of its heads, on the device at hand."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hap
+from hap.blocks import units_of
+from hap.experiments.glue import load_transformers
+from hap.files import write_json
+from hap.provenance import provenance
+
+
+def measure(source: str | Path, out: Path, device: torch.device, share: float = 0.5, length: int = 128,
+            batches: tuple[int, ...] = (1, 32), runs: int = 20,
+            revision: str | None = None) -> dict[str, Any]:  # fmt: skip
+    """Time a dense encoder and one without heads of lowest magnitude in turns, and write both down."""
+    transformers = load_transformers()
+    torch.manual_seed(0)
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(str(source), num_labels=2)
+    dense = network.float().eval()
+    vocabulary = dense.config.vocab_size
+
+    def example(rows: int, size: int, where: torch.device) -> dict[str, torch.Tensor]:
+        ids = torch.randint(5, vocabulary, (rows, size), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids.to(where), "attention_mask": torch.ones_like(ids).to(where)}
+
+    small = example(2, 16, torch.device("cpu"))
+    heads = units_of(hap.trace(dense, small), "heads")
+    scores = hap.score(dense, heads, None, None, hap.Whole(hap.Magnitude()))
+    plan = hap.plan(heads, scores, hap.Budget(channels=share))
+    pruned = hap.apply_(copy.deepcopy(dense), plan, small).to(device)
+    dense = dense.to(device)
+    rows = []
+    for size in batches:
+        before, after = hap.compare_latency([dense, pruned], example(size, length, device), runs=runs, warmup=3)
+        rows.append({"batch": size, "dense": asdict(before), "pruned": asdict(after), "faster": before.ratio_to(after)})
+    record = {
+        "kind": "hap-head-latency", "format": 1, "heads": share, "length": length, "precision": "float32",
+        "heads_left": {n: len(units) for n, units in plan.kept.items()},
+        "macs_left": plan.after.macs / plan.before.macs, "params_left": plan.after.params / plan.before.params,
+        "batches": rows, "device": str(device),
+    } | provenance(revision)  # fmt: skip
+    write_json(out, record)
+    return record

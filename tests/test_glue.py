@@ -1,0 +1,265 @@
+"""GLUE tasks from files, fine-tuning text classifiers, and `hap glue` from dense networks to tables."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import hap
+from hap.cli import app
+from hap.data.glue import HELD_OUT, TASKS, Encoded, Texts, encode, metrics_of, read, read_tsv
+from hap.experiments.glue import Folders, jobs, status
+from hap.experiments.glue_report import render
+from hap.experiments.tuning import Tuning, predict, tune
+from huggingface import library
+
+# ---- files ----------------------------------------------------------------------------------------------------
+
+
+def test_reads_the_layouts_of_glue(tmp_path: Path) -> None:
+    plain, mrpc, sst, rte = (tmp_path / f"{n}.tsv" for n in ("plain", "mrpc", "sst", "rte"))
+    plain.write_text('label\tsentence1\tsentence2\n1\tHe said "no .\tShe did\n0\ta\tb\n')
+    mrpc.write_text("\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone\ttwo\n")
+    sst.write_text("sentence\tlabel\nfine film \t1\r\n")
+    rte.write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tnot_entailment\n1\tc\td\tentailment\n")
+    assert read_tsv(plain) == Texts(('He said "no .', "a"), ("She did", "b"), (1, 0))
+    assert read_tsv(mrpc) == Texts(("one",), ("two",), (1,))
+    assert read_tsv(sst) == Texts(("fine film ",), None, (1,))
+    assert read_tsv(rte).labels == (1, 0)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("sentence1\tsentence2\na\tb\n", "expected one named label or Quality"),
+    ("label\tsentence1\n1\ta\n1\tb\tc\n", "line 3: 3 fields; expected 2"),
+    ("label\tsentence1\n1\tb\tc\n", "line 2: 3 fields; expected 2"),
+    ("label\tsentence1\nmaybe\ta\n", "the label 'maybe'"),
+])  # fmt: skip
+def test_says_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.tsv").write_text(text)
+    with pytest.raises(hap.HapError, match=message):
+        read_tsv(tmp_path / "bad.tsv")
+
+
+def test_a_development_set_alone_is_split_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "QNLI").mkdir()
+    rows = "".join(f"{i % 2}\tquestion {i}\tanswer {i}\n" for i in range(HELD_OUT + 40))
+    (tmp_path / "QNLI" / "dev.tsv").write_text("label\tsentence1\tsentence2\n" + rows)
+    corpus, again = read(tmp_path, "qnli"), read(tmp_path, "qnli")
+    assert (corpus.name, len(corpus.train), len(corpus.dev)) == ("qnli-dev", 40, HELD_OUT)
+    assert not set(corpus.train.first) & set(corpus.dev.first) and corpus == again
+    with pytest.raises(hap.HapError, match="holds no rte"):
+        read(tmp_path, "rte")
+    with pytest.raises(hap.HapError, match="expected one of mrpc"):
+        read(tmp_path, "cola")
+
+
+def test_metrics_by_hand() -> None:
+    predicted, labels = torch.tensor([1, 1, 0, 1, 0]), torch.tensor([1, 0, 0, 1, 1])
+    found = metrics_of(predicted, labels, TASKS["mrpc"])
+    assert found == pytest.approx({"accuracy": 3 / 5, "f1": 2 * 2 / 6, "score": (3 / 5 + 4 / 6) / 2})
+    assert metrics_of(predicted, labels, TASKS["rte"]) == pytest.approx({"accuracy": 0.6, "score": 0.6})
+    assert metrics_of(torch.zeros(3), torch.zeros(3), TASKS["mrpc"])["f1"] == 0
+
+
+# ---- batches and training -------------------------------------------------------------------------------------
+
+
+def _encoded(count: int = 70) -> Encoded:
+    """Texts of 3 to 60 tokens; the label says whether token 7 is the first one."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 60, (count,), generator=generator)
+    ids = torch.randint(8, 20, (count, 64), generator=generator)
+    labels = torch.arange(count) % 2
+    ids[labels == 1, 0] = 7
+    mask = torch.arange(64)[None] < lengths[:, None]
+    return Encoded({"input_ids": (ids * mask).int(), "attention_mask": mask.int()}, labels, lengths)
+
+
+def test_batches_hold_every_text_once_and_whole() -> None:
+    data = _encoded()
+    for batches in (list(data.batches(16)), list(data.epoch(14, torch.Generator().manual_seed(1)))):
+        tokens = sum(int(x["attention_mask"].sum()) for x, _ in batches)
+        assert tokens == int(data.lengths.sum()) and sum(len(y) for _, y in batches) == 70
+        assert {x["input_ids"].shape[1] for x, _ in batches} == {32, 64}
+    widths = [x["input_ids"].shape[1] for x, _ in data.batches(16)]
+    assert widths == sorted(widths)
+    assert len(list(data.epoch(16, torch.Generator().manual_seed(1)))) == 4  # 6 texts are left over
+
+
+class Bag(nn.Module):
+    """A classifier of the first token, with the outputs of a Hugging Face model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        logits = self.out(self.norm(self.table(input_ids[:, 0])))
+        return type("Output", (), {"logits": logits})
+
+
+def test_training_side_by_side_equals_training_alone() -> None:
+    data, tuning = _encoded(), Tuning(epochs=6, batch=16, lr=0.05, seed=2)
+    first, second, alone = Bag(), Bag(), Bag()
+    alone.load_state_dict(second.state_dict())
+    tuned = tune([first, second], data, tuning)
+    assert tune([alone], data, tuning)[0].loss == tuned[1].loss
+    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), alone.parameters(), strict=True))
+    assert tuned[0].steps == 24 and tuned[0].loss[-1] < 0.2 * tuned[0].loss[0] and not first.training
+    assert metrics_of(*predict(first, data, 32), TASKS["rte"])["score"] == 1.0
+
+
+def test_rates_rise_and_fall() -> None:
+    tuning = Tuning(lr=1.0, warmup=0.1, epochs=2, batch=10)
+    rates = [tuning.rate(step, 20) for step in range(20)]
+    assert rates[:2] == [0.5, 1.0] and rates == [*rates[:2], *sorted(rates[2:], reverse=True)] and rates[-1] > 0
+    assert tuning.steps(105) == 20 and Tuning(most_steps=7).steps(1000) == 7
+    with pytest.raises(hap.HapError, match="at least one batch of 32"):
+        Tuning().steps(31)
+    with pytest.raises(hap.HapError, match="expected 1 or more"):
+        Tuning(epochs=0)
+
+
+# ---- the whole way --------------------------------------------------------------------------------------------
+
+WORDS = "good bad fine poor film plot story actor scene music very quite rather long short".split()
+
+
+def _sentences(path: Path, count: int, seed: int) -> None:
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        label = draw.randrange(2)
+        words = [draw.choice(("good", "fine") if label else ("bad", "poor")), *draw.choices(WORDS[4:], k=3)]
+        draw.shuffle(words)
+        rows.append(f"{label}\t{' '.join(words)}\n")
+    path.write_text("label\tsentence1\n" + "".join(rows))
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small task, a small encoder and the results of a short campaign."""
+    transformers = library()
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("glue")
+    (folder / "data" / "sst2").mkdir(parents=True)
+    _sentences(folder / "data" / "sst2" / "train.tsv", 192, 0)
+    _sentences(folder / "data" / "sst2" / "dev.tsv", 64, 1)
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<s>", "<pad>", "</s>", "<unk>", *WORDS])}, "<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, max_position_embeddings=140,
+        vocab_size=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    transformers.RobertaForSequenceClassification(config).save_pretrained(folder / "model")
+    assert _glue(folder).exit_code == 0
+    return folder
+
+
+def _glue(folder: Path, *more: str) -> Any:
+    options = [
+        "--task", "sst2", "--model", folder / "model", "--data", folder / "data", "--out", folder / "results",
+        "--work", folder / "work", "--criteria", "hessian,gradient,random", "--seeds", "1", "--heads", "0.75,0.5",
+        "--epochs", "6", "--more-epochs", "2", "--lr", "0.003", "--calibration", "32", "--probes", "3", "--device",
+        "cpu", "--note", "a toy", *more,
+    ]  # fmt: skip
+    return CliRunner().invoke(app, ["glue", *map(str, options)])
+
+
+def test_a_campaign_leaves_one_result_for_each_job(campaign: Path) -> None:
+    found = sorted(p.stem for p in (campaign / "results").glob("*.json"))
+    assert found == [f"sst2-{c}-seed0" for c in ("gradient", "hessian", "random")]
+    for path in (campaign / "results").glob("*.json"):
+        record = json.loads(path.read_text())
+        assert [b["heads"] for b in record["budgets"]] == [1.0, 0.75, 0.5]
+        assert [sum(b["heads_left"].values()) for b in record["budgets"][1:]] == [6, 4]
+        assert all(min(b["heads_left"].values()) >= 1 for b in record["budgets"][1:])
+        assert record["dense"]["metrics"]["score"] > 0.9 and record["budgets"][1]["metrics"]["score"] > 0.9
+        assert record["budgets"][2]["params_left"] < record["budgets"][1]["params_left"] < 1
+        assert record["model"]["heads"] == 8 and record["model"]["note"] == "a toy" and record["seed"] == 0
+        assert len(record["scores"]) == 2 and record["revision"] and record["hardware"]["torch"]
+    hessian = json.loads((campaign / "results" / "sst2-hessian-seed0.json").read_text())
+    assert hessian["criterion_settings"]["probes"] == 3 and hessian["tuning"]["after"]["most_steps"] == 1000
+
+
+def test_what_is_done_is_not_done_again(campaign: Path) -> None:
+    path = campaign / "results" / "sst2-random-seed0.json"
+    before = json.loads(path.read_text())
+    path.unlink()
+    part = campaign / "work" / "sst2-random-seed0.part.json"
+    kept = [p for p in json.loads(part.read_text()) if p["heads"] == 0.75]
+    part.write_text(json.dumps(kept))
+    others = {p: p.stat().st_mtime_ns for p in (campaign / "results").glob("*.json")}
+    again = _glue(campaign)
+    assert again.exit_code == 0, again.output
+    assert "fine-tuning the dense" not in again.output and "75% of the heads" not in again.output
+    after = json.loads(path.read_text())
+    assert after["budgets"][1] == before["budgets"][1]
+    assert after["budgets"][2]["kept"] == before["budgets"][2]["kept"]
+    assert all(p.stat().st_mtime_ns == t for p, t in others.items())
+
+
+def test_status_and_time_limit(campaign: Path) -> None:
+    shown = _glue(campaign, "--status", "--seeds", "2").output
+    assert shown.count("done") == 3 and shown.count("left") == 3
+    chosen = jobs(["sst2"], ["hessian"], range(2))
+    folders = Folders(campaign / "results", campaign / "work")
+    assert status(chosen, folders) == {"done": ["sst2-hessian-seed0"], "left": ["sst2-hessian-seed1"]}
+    stopped = _glue(campaign, "--seeds", "2", "--seconds", "0")
+    assert stopped.exit_code == 0 and "stopped before sst2-hessian-seed1" in stopped.output
+    assert status(chosen, folders)["left"] == ["sst2-hessian-seed1"]
+
+
+def test_the_table_is_made_from_the_files(campaign: Path) -> None:
+    page = campaign / "page.md"
+    assert CliRunner().invoke(app, ["glue", "--out", str(campaign / "results"), "--render", str(page)]).exit_code == 0
+    text = page.read_text()
+    record = json.loads((campaign / "results" / "sst2-hessian-seed0.json").read_text())
+    scores = [f"{100 * b['metrics']['score']:.2f}" for b in record["budgets"]]
+    assert f"| Hessian trace (HAP) | {' | '.join(scores)} |" in text and "a toy (roberta, 8 heads)" in text
+    assert "Hessian minus gradient" in text and "| heads left | 100% | 75% | 50% |" in text
+    with pytest.raises(hap.HapError, match="holds no results of hap glue"):
+        render(campaign / "data")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--task", "cola"], "--task is 'cola'"),
+    (["--task", "mrpc"], "needs --model and --data"),
+    (["--task", "mrpc", "--model", "m", "--data", "d", "--heads", "half"], "--heads is 'half'"),
+])  # fmt: skip
+def test_says_what_is_missing(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["glue", *options])
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_latency_with_and_without_heads(campaign: Path) -> None:
+    result = _glue(campaign, "--latency")
+    assert result.exit_code == 0, result.output
+    record = json.loads((campaign / "results" / "latency-cpu.json").read_text())
+    assert [row["batch"] for row in record["batches"]] == [1, 32] and record["macs_left"] < 1
+    assert sum(record["heads_left"].values()) == 4
+
+
+def test_long_texts_are_cut_and_padded_to_a_bucket() -> None:
+    transformers = library()
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, "a": 2}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    data = encode(Texts(("a " * 300, "a a"), None, (0, 1)), tokenizer, longest=40)
+    assert data.lengths.tolist() == [40, 2] and data.inputs["input_ids"].shape == (2, 64)
+    assert data.inputs["input_ids"][1].tolist() == [2, 2] + [0] * 62
