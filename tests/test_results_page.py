@@ -85,6 +85,14 @@ def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> Non
     assert row_of(text, "HAP, at 21%")[3] == "not run yet"
 
 
+def test_a_larger_network_is_not_as_good(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "results", tmp_path / "zoo", tmp_path / "work")
+    job = JOBS["resnet56-paper-hap-38.74-seed0"]
+    write_json(folders.result(job.name), result(job, 0.95, params_left=0.4154))
+    text = write_results(folders, tmp_path / "results.md", {})[0].read_text(encoding="utf-8")
+    assert row_of(text, "HAP", "38.74, 41.53")[-1] == "larger"
+
+
 def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
     base = "resnet56-paper"
     text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.934, 0.936, 0.935])
@@ -93,7 +101,7 @@ def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
     assert row_of(text, "HAP above Random")[2:] == [
         "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.50 ± 0.12 (held)",
     ]  # fmt: skip
-    assert row_of(text, "HAP above Magnitude")[2].startswith("held at 0 of 1") and "within the noise" in text
+    assert row_of(text, "HAP above Magnitude")[2] == "held at 0 of 1 sizes, 1 within the noise, 3 not run yet"
     assert "-1.50 ± 0.12 (not held)" in text
     assert row_of(text, "HAP + Implant above Low rank")[2] == "not run yet"
 

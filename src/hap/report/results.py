@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,9 +138,13 @@ def _budget(row: Row) -> str:
 
 
 def _as_good(row: Row) -> str:
+    """Whether ours is at least as accurate, to the paper's two digits, and not larger."""
     wanted = _paper(row, "accuracy")
     if not row.records or wanted is None or row.label not in ("HAP", "HAP + Implant"):
         return ""
+    for kind, key in (("macs", "flops"), ("params", "params")):
+        if row.share(kind) > (_paper(row, key) or 100) + 0.005:
+            return "larger"
     return "yes" if round(row.mean, 2) >= wanted else f"no ({row.mean - wanted:+.2f})"
 
 
@@ -197,8 +202,9 @@ def _claim(network: str, above: str, below: str, rows: Sequence[Row], page: Page
     words = [network, f"{above} above {below}"]
     if not found:
         return [*words, NOT_RUN, ""]
-    held = sum(c.verdict == "held" for c in found)
-    verdict = f"held at {held} of {len(found)} sizes"
+    count = Counter(c.verdict for c in found)
+    verdict = f"held at {count['held']} of {len(found)} sizes"
+    verdict += "".join(f", {count[word]} {word}" for word in ("within the noise", "not held") if count[word])
     if common > len(found):
         verdict += f", {common - len(found)} {NOT_RUN}"
     return [*words, verdict, "; ".join(map(_difference, found))]

@@ -21,7 +21,7 @@ def against_flops(rows: Sequence[Row]) -> Figure:
             if points:
                 axis.plot(*zip(*sorted(points), strict=True), "o", mfc="none", mec=colour, ms=6.5, mew=1.2)
         _label(axis, "FLOPs left, %", "ResNet56, protocol paper (hollow: the paper's figures)")
-        axis.legend(loc="lower right", ncols=2)
+        figure.legend(loc="outside right upper")
     return figure
 
 
