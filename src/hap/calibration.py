@@ -17,16 +17,27 @@ from hap.examples import call_arguments, evaluating
 RIDGE = 1e-6
 
 
-def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
-    """The inputs of (input, target) batches, on a device; refuses an empty iterable."""
+def pairs(batches: Iterable[Any] | None, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """The (input, target) batches on a device; refuses anything else, and an empty iterable."""
+    if batches is not None and not isinstance(batches, Iterable):
+        raise HapError(
+            f"batches is a {type(batches).__name__}; expected an iterable of (input, target), "
+            "such as data.calibration(512)"
+        )
     count = 0
-    for batch in batches or ():
+    for batch in () if batches is None else batches:
         count += 1
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        yield pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, batch[0])
+        x, y = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, list(batch))
+        yield x, y
     if not count:
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
+
+
+def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
+    """The inputs of (input, target) batches, on a device."""
+    return (x for x, _ in pairs(batches, device))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hap.experiments.networks import example_of
 from hap.groups import Groups
 from hap.plans import Plan
 from hap.scoring import HessianTrace, Problem, Scores
+from hap.scoring.running import Running
 
 Say = Callable[[str], None]
 """How a step tells what it is doing."""
@@ -81,11 +82,17 @@ def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: i
     names = [(layer, unit) for layer, group in groups.items() for unit in range(len(group))]
     samples = list(HessianTrace(method="hutchinson", probes=probes, seed=seed).estimates(problem))
     ranking = sum(samples[1:], samples[0]) if exact is None else torch.cat(list(exact.values()))
+    positions, running = _spread(ranking), Running()
+    means, errors = [], []
+    for sample in samples:
+        running.add(sample[positions])
+        means.append(running.mean.tolist())
+        errors.append(running.error().tolist() if running.count > 1 else [None] * len(positions))
     channels = []
-    for position in _spread(ranking):
+    for place, position in enumerate(positions):
         layer, unit = names[position]
-        mean, error = _running([float(s[position]) for s in samples])
         value = None if exact is None else float(exact[layer][unit])
+        mean, error = ([row[place] for row in rows] for rows in (means, errors))
         channels.append({"layer": layer, "unit": unit, "exact": value, "mean": mean, "error": error})
     return {"kind": "hap-probes", "format": 1, "probes": probes, "images": sum(len(y) for _, y in batches),
             "channels": channels}  # fmt: skip
@@ -95,17 +102,3 @@ def _spread(values: Tensor, shares: tuple[float, ...] = (0.35, 0.6, 0.8, 0.99)) 
     """Units from the insensitive to the most sensitive ones."""
     order = values.argsort().tolist()
     return list(dict.fromkeys(order[round(share * (len(order) - 1))] for share in shares))
-
-
-def _running(samples: list[float]) -> tuple[list[float], list[float | None]]:
-    """Mean and standard error after each sample (Welford); there is no error after the first."""
-    means: list[float] = []
-    errors: list[float | None] = []
-    mean = square = 0.0
-    for count, sample in enumerate(samples, 1):
-        step = sample - mean
-        mean += step / count
-        square += step * (sample - mean)
-        means.append(mean)
-        errors.append((square / (count - 1) / count) ** 0.5 if count > 1 else None)
-    return means, errors

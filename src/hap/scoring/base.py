@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from hap import distributed
+from hap.calibration import pairs
 from hap.errors import HapError
 from hap.examples import call_arguments
 from hap.groups import Group, Groups, Producer
@@ -63,20 +64,7 @@ class Problem:
             raise HapError("this criterion needs data: pass batches, an iterable of (input, target), and a loss")
         if (bad := _unsteady(self.model)) is not None:
             raise HapError(f"{bad} is in training mode, so scores would depend on the batch; call model.eval() first")
-        device = next(iter(self.model.parameters())).device
-        if not isinstance(self.given, Iterable):
-            raise HapError(
-                f"batches is a {type(self.given).__name__}; expected an iterable of (input, target), "
-                "such as data.calibration(512)"
-            )
-        batches = []
-        for batch in self.given:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-            batches.append(tuple(pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, list(batch))))
-        if not batches:
-            raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
-        return batches
+        return list(pairs(self.given, next(iter(self.model.parameters())).device))
 
     def evaluate(self, weights: dict[str, Tensor], batch: Batch) -> tuple[Any, Tensor]:
         """Output and loss on a batch with these weights in place of the model's own."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from hap import distributed
 from hap.errors import HapError
 from hap.scoring.base import Batch, Problem, samples
-from hap.scoring.memory import Pieces, budget, held_by_graph
+from hap.scoring.memory import CPU_GRADIENTS, Pieces, budget, held_by_graph
 
 
 class Hessian:
@@ -31,15 +31,17 @@ class Hessian:
             def work(part: slice, gradients: dict[str, Tensor] = gradients) -> dict[str, Tensor]:
                 return self._backward(gradients, {n: v[part] for n, v in vectors.items()})
 
-            for part, products in Pieces(chunk or self._chunk(held)).of(count, work):
+            for part, products in Pieces(chunk or self._chunk(held, samples(batch))).of(count, work):
                 for name, product in products.items():
                     total[name][part] += share * product
         distributed.sum_(total.values())
         return total
 
-    def _chunk(self, held: int) -> int:
+    def _chunk(self, held: int, count: int) -> int:
         """How many vectors fit: each needs about as much again as the graph that they share."""
-        return max(budget(next(iter(self.weights.values())).device) // max(held, 1), 1)
+        device = next(iter(self.weights.values())).device
+        fitting = max(budget(device) // max(held, 1), 1)
+        return fitting if device.type == "cuda" else min(fitting, max(CPU_GRADIENTS // count, 1))
 
     def _gradients(self, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """The gradients with their graph, and the bytes it holds."""
@@ -56,18 +58,22 @@ class Hessian:
         return dict(zip(self.weights, gradients, strict=True)), held.bytes
 
     def _backward(self, gradients: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Double backward; one vector at a time or several under vmap, with the graph kept for the next ones."""
+        """Double backward of several vectors under vmap; the graph is kept for the next ones.
+
+        Forward-over-reverse takes as many convolutions, once the graph is there, and was no faster when timed.
+        """
         live = [n for n, g in gradients.items() if g.requires_grad]
-        out = {n: torch.zeros_like(v) for n, v in vectors.items()}
         if not live:
-            return out
-        several = len(next(iter(vectors.values()))) > 1
-        products = torch.autograd.grad(
-            [gradients[n] for n in live], list(self.weights.values()),
-            [vectors[n] if several else vectors[n][0] for n in live],
-            retain_graph=True, is_grads_batched=several, allow_unused=True,
-        )  # fmt: skip
-        for name, product in zip(self.weights, products, strict=True):
-            if product is not None:
-                out[name] = product if several else product[None]
-        return out
+            return {n: torch.zeros_like(v) for n, v in vectors.items()}
+
+        def one(vector: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(
+                [gradients[n] for n in live], list(self.weights.values()), [vector[n] for n in live],
+                retain_graph=True, materialize_grads=True,
+            )  # fmt: skip
+
+        if len(next(iter(vectors.values()))) == 1:  # vmap costs time of its own
+            products = tuple(p[None] for p in one({n: v[0] for n, v in vectors.items()}))
+        else:
+            products = torch.func.vmap(one)(vectors)
+        return dict(zip(self.weights, products, strict=True))

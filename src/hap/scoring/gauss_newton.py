@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from hap import distributed
 from hap.scoring.base import Batch, Problem, samples
-from hap.scoring.memory import Pieces, budget, held_by_graph
+from hap.scoring.memory import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.scoring.outputs import OutputCurvature, output_curvature
 from hap.scoring.row_norms import RowNorms
 
@@ -36,9 +36,6 @@ SURVEYED = 8
 LIVE = 4
 """Gradients of about the largest output's size that live at once in a backward pass: of two branches, of an operator's
 result, and the copy that the row norms are taken of."""
-
-CPU_GRADIENTS = 128
-"""Samples times vectors per backward pass on a CPU, where smaller pieces stay in the cache."""
 
 See = Callable[[str, nn.Module, Tensor, Tensor], None]
 """Called with a weight's name, its layer, what the layer read, and the gradient (K, *output) of its output."""

@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from hap import distributed
 from hap.examples import call_arguments
-from hap.scoring.base import Criterion, Problem, Scores, samples
+from hap.scoring.base import Batch, Criterion, Problem, Scores, samples
 from hap.scoring.hessian import quadratics
+from hap.scoring.memory import Pieces
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,14 @@ class DiagonalFisher(Criterion):
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
             count = samples(batch)
             problem.evaluate({}, batch)  # for its checks
-            for start in range(0, count, self.chunk):
-                part = pytree.tree_map(lambda t, s=start: t[s : s + self.chunk], batch)
-                for name, gradient in self._per_sample(problem, part).items():
-                    squares[name] += share / count * gradient.double().square().sum(0)
+
+            def work(part: slice, batch: Batch = batch) -> dict[str, Tensor]:
+                gradients = self._per_sample(problem, pytree.tree_map(lambda t: t[part], batch))
+                return {n: g.double().square().sum(0) for n, g in gradients.items()}
+
+            for _, sums in Pieces(self.chunk).of(count, work):
+                for name, values in sums.items():
+                    squares[name] += share / count * values
         distributed.sum_(squares.values())
         return Scores(
             problem.assemble(
@@ -79,7 +84,7 @@ class OBD(Criterion):
     """1/2 sum over the unit's weights of H_ii w_i^2 (optimal brain damage), H_ii estimated as the mean of v * Hv."""
 
     probes: int = 300
-    chunk: int = 1
+    chunk: int | None = None
     seed: int = 0
 
     name: ClassVar[str] = "obd"

@@ -17,6 +17,9 @@ Result = TypeVar("Result")
 SHARE = {"cuda": 0.8, "cpu": 0.5}
 """Of the free memory of a device. A CPU's is shared with other programs, so half of it is left to them."""
 
+CPU_GRADIENTS = 128
+"""Samples times vectors per backward pass on a CPU, where larger pieces leave the cache and gain nothing."""
+
 
 def free_bytes(device: torch.device) -> int:
     """What the device could still hand out: for CUDA with what torch's allocator keeps for itself."""

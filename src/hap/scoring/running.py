@@ -24,5 +24,5 @@ class Running:
         self._squares += step * (sample - self.mean)
 
     def error(self) -> Tensor:
-        """Of the mean; not a number before the second sample."""
-        return (self._squares / (self.count - 1) / self.count).sqrt() if self.count > 1 else self.mean * torch.nan
+        """Of the mean, after two samples at least."""
+        return (self._squares / (self.count - 1) / self.count).sqrt()
