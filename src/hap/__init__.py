@@ -8,7 +8,8 @@ hap.train(model, data, recipe)
 hap.save("pruned.safetensors", model, plan)
 """
 
-from hap import data, models, recipes, rules
+from hap import data, models, recipes, rules, zoo
+from hap.blocks import heads, mlps, only, plan_blocks
 from hap.checkpoint import load, read, save
 from hap.compensation import compensate_
 from hap.cost import cost
@@ -26,13 +27,16 @@ from hap.scoring import (
     BNScale,
     Criterion,
     DiagonalFisher,
+    GateGradient,
     GeometricMedian,
     HessianTrace,
+    JointTrace,
     Magnitude,
     Random,
     Reversed,
     Scores,
     Taylor,
+    Whole,
     score,
 )  # fmt: skip
 from hap.surgery import apply_
@@ -42,9 +46,10 @@ from hap.training import evaluate, train
 __version__ = "0.1.0"
 
 __all__ = [
-    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GeometricMedian",
-    "HapError", "HessianTrace", "Implant", "Limits", "LowRank", "Magnitude", "Plan", "Pointwise", "Random",
-    "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "apply_", "compensate_", "cost", "data",
-    "draft", "evaluate", "export", "latency", "load", "models", "plan", "prune_", "read", "recipes", "rules",
-    "save", "score", "trace", "train",
+    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateGradient",
+    "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude", "Plan",
+    "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_",
+    "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
+    "mlps", "models", "only", "plan", "plan_blocks", "prune_", "read", "recipes", "rules", "save",
+    "score", "trace", "train", "zoo",
 ]  # fmt: skip
