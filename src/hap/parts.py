@@ -9,7 +9,8 @@ whatever prunes the view prunes the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _recording(model: nn.Module, calls: dict[str, list[Call]]) -> Iterator[None]
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.export gives a graph of this module in which every size is known."""
     try:
-        with evaluating(module), torch.no_grad():
+        with evaluating(module), torch.no_grad(), redirect_stderr(StringIO()):  # where torch prints half a graph
             program = torch.export.export(module, args, kwargs, strict=False)
     except Exception:  # whatever keeps torch.export from it, its own parts are tried next
         return False

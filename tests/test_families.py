@@ -1,0 +1,93 @@
+"""Models of other libraries, one for each way of building networks: traced, pruned to half, run, and counted.
+
+There is no code for any of them. What is small in its library runs as it is, others on smaller images.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import hap
+from hap.examples import run
+from hap.experiments.zoo_models import build
+from hap.parts import parts
+
+IMAGES = {
+    "tv:alexnet": 96,  # flattened features
+    "tv:convnext_tiny": 64,  # layer scale, permuted layer norm
+    "tv:densenet121": 64,  # deep concatenation
+    "tv:efficientnet_b0": 64,  # squeeze and excitation
+    "tv:googlenet": 96,  # parallel branches
+    "tv:lraspp_mobilenet_v3_large": 64,  # segmentation, a dict of outputs
+    "tv:mobilenet_v3_small": 64,
+    "tv:regnet_y_400mf": 64,  # grouped convolutions
+    "tv:resnet18": 64,
+    "tv:shufflenet_v2_x0_5": 64,  # channel split and shuffle
+    "tv:squeezenet1_1": 64,
+    "timm:ese_vovnet19b_slim": 64,  # one-shot aggregation
+    "timm:ghostnet_050": 64,  # cheap features beside real ones
+    "timm:lcnet_035": 64,
+    "timm:mobilevit_xxs": 64,  # convolutions and attention over unfolded patches
+    "timm:pvt_v2_b0": 64,  # attention over reduced keys
+    "timm:resnest14d": 64,  # split attention
+    "timm:starnet_s1": 64,  # products of two branches
+    "timm:test_byobnet": 0,
+    "timm:test_convnext": 0,
+    "timm:test_efficientnet": 0,
+    "timm:test_mambaout": 0,  # gated convolutions
+    "timm:test_resnet": 0,
+    "timm:test_vit": 0,  # fused queries, keys and values
+}
+"""The side of the image, or 0 for the model's own."""
+
+TEXTS = ["albert", "bert", "distilbert", "gpt2", "llama", "mpnet", "opt", "qwen2", "bart", "t5"]
+OTHERS = ["clip", "convnext", "segformer", "swin", "vit", "wav2vec2", "whisper"]
+
+
+def _prune_to_half(model: torch.nn.Module, example: Any) -> hap.Plan:
+    """Fails unless the executed check passes and counted cost = planned cost <= half."""
+    groups = hap.trace(model, example)
+    plan = hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(flops=0.5))
+    before = run(model, example)
+    hap.apply_(model, plan, example=example)
+    count = hap.cost(model, example)
+    assert (count.params, count.macs) == (plan.after.params, plan.after.macs)
+    assert count.macs <= 0.5 * plan.before.macs and count.macs > 0.4 * plan.before.macs
+    assert _shapes(run(model, example)) == _shapes(before)
+    return plan
+
+
+def _shapes(outputs: Any) -> list[Any]:
+    return [getattr(x, "shape", x) for x in torch.utils._pytree.tree_leaves(outputs)]
+
+
+@pytest.mark.parametrize("spec", IMAGES)
+def test_networks_for_images(spec: str) -> None:
+    model, example = build(spec)
+    _prune_to_half(model, torch.randn(1, 3, IMAGES[spec], IMAGES[spec]) if IMAGES[spec] else example)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TEXTS + OTHERS)
+def test_hugging_face(name: str) -> None:
+    _prune_to_half(*build(f"hf:{name}"))
+
+
+def test_a_detector_by_its_parts() -> None:
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, example = build("tv:ssdlite320_mobilenet_v3_large")
+        wanted = run(model, example)
+        view = parts(model, example)
+        assert view.names == ["backbone", "head"]
+        _prune_to_half(view, view.example)
+        seen = run(model, example)
+    assert [{k: (v.dtype, v.ndim) for k, v in found.items()} for found in seen] == [
+        {k: (v.dtype, v.ndim) for k, v in found.items()} for found in wanted
+    ]
+    assert all(math.isfinite(float(v.double().sum())) for found in seen for v in found.values())
