@@ -191,6 +191,81 @@ def test_fixed_filters_are_not_scored() -> None:
     assert scores.keys() == groups.groups.keys()
 
 
+# ---- sampled classes ------------------------------------------------------------------------------------------
+
+
+def many_classes(classes: int = 30) -> tuple[nn.Module, Any, list[Any]]:
+    torch.manual_seed(0)
+    layers = conv_bn_relu(3, 12, stride=2), conv_bn_relu(12, 16, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model = randomise(nn.Sequential(*layers, nn.Linear(16, classes)).double()).eval()
+    batches = [(torch.randn(n, 3, 8, 8).double(), torch.randint(0, classes, (n,))) for n in (20, 12)]
+    return model, hap.trace(model, images()), batches
+
+
+def test_many_outputs_are_sampled() -> None:
+    """The limit of a long run is the exact score, so that is what a short run is held against."""
+    model, groups, batches = many_classes()
+    scores = hap.score(model, groups, batches, F.cross_entropy)
+    assert scores.about == {"method": "sampled", "draws": 16} and scores.errors.keys() == scores.keys()
+    wanted = hap.score(model, groups, batches, F.cross_entropy, hap.HessianTrace(method="exact"))
+    assert wanted.about["method"] == "exact"
+    ranks = [torch.cat(list(s.values())).argsort().argsort().double() for s in (scores, wanted)]
+    assert float(torch.corrcoef(torch.stack(ranks))[0, 1]) > 0.98
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_sampled_is_unbiased_and_knows_its_error(kind: str) -> None:
+    model, groups, batches, loss = problem("residual", kind)
+    scores = hap.score(model, groups, batches, loss, hap.HessianTrace(method="sampled", draws=100))
+    apart, error = (
+        torch.cat([v[n] for n in groups]) for v in (minus(scores, truth(model, groups, batches, loss)), scores.errors)
+    )
+    off = (apart / error)[error > 0].abs()
+    assert len(off) > 7 and off.max() < 5 and (off > 3).sum() <= 1
+    assert 0.5 < off.square().mean().sqrt() < 1.6
+
+
+def test_sampled_depends_on_its_seed() -> None:
+    model, groups, batches = many_classes()
+    first, again, other = (
+        hap.score(model, groups, batches, F.cross_entropy, hap.HessianTrace(method="sampled", draws=4, seed=s))
+        for s in (1, 1, 2)
+    )
+    assert all(torch.equal(first[n], again[n]) and not torch.equal(first[n], other[n]) for n in groups)
+
+
+def test_losses_whose_curvature_cannot_be_sampled() -> None:
+    def bends_both_ways(output: Tensor, target: Tensor) -> Tensor:
+        return torch.sin(output).sum(1).mean()
+
+    def couples_outputs(output: Tensor, target: Tensor) -> Tensor:
+        return (output.sum(1) ** 2 + output.square().sum(1)).mean()
+
+    model, groups, batches = many_classes(25)
+    for loss, why in ((bends_both_ways, "bends both ways"), (couples_outputs, "neither a cross-entropy")):
+        with pytest.raises(hap.HapError, match=why):
+            hap.score(model, groups, batches, loss, hap.HessianTrace(method="sampled"))
+        assert hap.score(model, groups, batches, loss, hap.HessianTrace(probes=2)).about["method"] == "hutchinson"
+
+
+def test_exact_where_the_loss_couples_the_outputs() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.sum(1) ** 2 + output.square().sum(1)).mean()
+
+    model, groups, batches, _ = problem("plain")
+    scores = hap.score(model, groups, batches, loss, hap.HessianTrace(method="exact"))
+    assert close(scores, truth(model, groups, batches, loss))
+
+
+def test_exact_with_weighted_classes_and_ignored_labels() -> None:
+    """The mean of such a loss weighs a sample by what else is in the batch."""
+    model, groups, batches, _ = problem("plain")
+    batches[0][1][0] = -100
+    weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0]).double()
+    loss = nn.CrossEntropyLoss(weights)
+    assert close(hap.score(model, groups, batches, loss, "hessian"), truth(model, groups, batches, loss))
+
+
 # ---- Hutchinson ---------------------------------------------------------------------------------------------
 
 
