@@ -17,8 +17,9 @@ import hap
 from cases import CASES
 from checks import gap, reference, run
 from exact import full_hessian
-from hap.blocks import owned, units_of
+from hap.blocks import units_of
 from hap.groups import Groups
+from hap.scoring.heads import owned
 from huggingface import HEADS, HIDDEN, LAYERS, SETTINGS, small
 
 
@@ -93,6 +94,17 @@ def test_budgets_on_heads_and_on_neurons(encoder: Any) -> None:
     pruned = hap.apply_(copy.deepcopy(model), both, example)
     assert hap.cost(pruned, example).macs == both.after.macs
     assert pruned.pooler.weight.shape == model.pooler.weight.shape
+
+
+@pytest.mark.parametrize("budget", [{"heads": 0.5}, {"mlp": 0.5}, {"heads": 0.75, "mlp": 0.5}, {"flops": 0.6}], ids=str)
+def test_one_call_prunes_blocks(encoder: Any, budget: dict[str, float]) -> None:
+    model, example, batches = encoder
+    dense = copy.deepcopy(model)
+    plan = hap.prune_blocks_(model, example, batches, F.cross_entropy, criterion=hap.JointTrace(probes=4), **budget)
+    part = hap.only(hap.trace(dense, example), plan.kept)
+    assert gap(run(model, example), reference(dense, part, plan, model, example)) < 1e-10
+    assert any("q" in n for n in plan.kept) == ("mlp" not in budget or "heads" in budget)
+    assert hap.cost(model, example).macs == plan.after.macs < plan.before.macs
 
 
 def test_one_head_stays_in_each_layer(encoder: Any) -> None:
@@ -243,6 +255,26 @@ def test_head_criteria_leave_the_model_alone(encoder: Any) -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Hidden(nn.Module):
+    """A reader whose weight is used without its layer being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.up(x)), self.down.weight, self.down.bias).mean(1)
+
+
+@pytest.mark.parametrize("criterion", [hap.GateGradient(), hap.JointTrace("gauss-newton")], ids=lambda c: c.name)
+def test_says_where_a_layer_is_hidden(criterion: hap.Criterion) -> None:
+    model, x = Hidden().eval(), torch.randn(2, 5, 4)
+    groups = hap.trace(model, x)
+    with pytest.raises(hap.HapError, match=r"what down.weight is applied to is hidden"):
+        hap.score(model, groups, [(x, torch.tensor([0, 1]))], F.cross_entropy, criterion)
+    assert hap.score(model, groups, [(x, torch.tensor([0, 1]))], F.cross_entropy, hap.JointTrace(probes=2))
 
 
 @pytest.mark.parametrize("options", [{"method": "exact"}, {"probes": 1}, {"draws": 0}])

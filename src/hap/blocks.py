@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.groups import Group, Groups, Ints, Producer
+from hap.groups import Group, Groups, Ints
 from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
 from hap.plans import Plan, draft
+from hap.scoring import Criterion, score
+from hap.scoring.base import Loss
+from hap.surgery import apply_
+from hap.tracing import trace
 
 
 def heads(groups: Groups) -> list[str]:
@@ -65,15 +70,6 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
     )
 
 
-def owned(groups: Groups, group: Group) -> tuple[Producer, ...]:
-    """All that a unit owns: the slices that compute it, and the slices that read it. Of a head these are the query,
-    key, value and output slices."""
-    unit = np.full(groups.classes, -1, dtype=np.int64)
-    unit[group.classes] = np.arange(len(group))
-    readers = [Producer(weight, dim, unit[groups.axes[weight, dim]]) for weight, dim in group.consumers]
-    return (*group.producers, *readers)
-
-
 def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | None = None, mlp: float | None = None,
                 flops: float | None = None, limits: Limits = DEFAULT_LIMITS) -> Plan:  # fmt: skip
     """A plan for the blocks of a transformer that leaves its stream, embeddings and classifier alone.
@@ -81,15 +77,38 @@ def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | 
     `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own kind over
     all layers; `flops` instead is one budget over both. At least one head stays in each layer.
     """
-    if (flops is None) == (heads is None and mlp is None):
-        raise HapError(f"heads={heads}, mlp={mlp}, flops={flops}; expected heads and/or mlp, or flops alone")
+    kinds = _kinds(heads, mlp, flops)
     if flops is not None:
-        return plan(units_of(groups, "heads", "mlp"), scores, Budget(flops=flops), limits=limits)
+        return plan(units_of(groups, *kinds), scores, Budget(flops=flops), limits=limits)
     removed: dict[str, list[int]] = {}
-    for kind, share in (("heads", heads), ("mlp", mlp)):
-        if share is not None:
-            removed |= plan(units_of(groups, kind), scores, Budget(channels=share), limits=limits).removed
+    for kind in kinds:
+        share = {"heads": heads, "mlp": mlp}[kind]
+        removed |= plan(units_of(groups, kind), scores, Budget(channels=share), limits=limits).removed
     return draft(only(groups, removed), removed)
+
+
+def prune_blocks_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
+                  heads: float | None = None, mlp: float | None = None, flops: float | None = None,
+                  criterion: Criterion | str = "joint", limits: Limits = DEFAULT_LIMITS,
+                  verify: bool = True) -> Plan:  # fmt: skip
+    """Remove heads and/or MLP neurons from a transformer in place, and return the plan: see `plan_blocks`.
+
+    plan = hap.prune_blocks_(model, example, batches, loss, heads=0.5)
+    """
+    kinds = _kinds(heads, mlp, flops)
+    groups = trace(model, example)
+    scores = score(model, units_of(groups, *kinds), batches, loss, criterion)
+    chosen = plan_blocks(groups, scores, heads=heads, mlp=mlp, flops=flops, limits=limits)
+    apply_(model, chosen, example, verify)
+    return chosen
+
+
+def _kinds(heads: float | None, mlp: float | None, flops: float | None) -> list[str]:
+    """What a budget is over: heads, mlp or both."""
+    given = [kind for kind, share in (("heads", heads), ("mlp", mlp)) if share is not None]
+    if (flops is None) == (not given):
+        raise HapError(f"heads={heads}, mlp={mlp}, flops={flops}; expected heads and/or mlp, or flops alone")
+    return given or ["heads", "mlp"]
 
 
 KINDS = {"heads": (heads, "attention heads"), "mlp": (mlps, "neurons of an MLP")}

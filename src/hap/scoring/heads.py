@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap import distributed
-from hap.blocks import owned
 from hap.errors import HapError
-from hap.groups import Group, Producer
+from hap.groups import Group, Groups, Producer
 from hap.scoring.base import Batch, Criterion, Problem, Scores, fold, samples
 
 METHODS = ("hutchinson", "gauss-newton")
+
+
+def owned(groups: Groups, group: Group) -> tuple[Producer, ...]:
+    """All that a unit owns: the slices that compute it, and the slices that read it. Of a head these are the query,
+    key, value and output slices."""
+    unit = np.full(groups.classes, -1, dtype=np.int64)
+    unit[group.classes] = np.arange(len(group))
+    readers = [Producer(weight, dim, unit[groups.axes[weight, dim]]) for weight, dim in group.consumers]
+    return (*group.producers, *readers)
 
 
 def whole(problem: Problem) -> Problem:
@@ -145,6 +154,7 @@ def _drawn(problem: Problem, inner: dict[str, int], draws: int, seed: int) -> Te
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         with torch.enable_grad(), _watching(problem) as seen:
             output, loss = problem.evaluate(weights, batch)
+        _check_seen(weights, seen.inputs, 'use JointTrace(method="hutchinson")')
         logits = _logits(output, loss, batch)
         for draw in range(draws):
             squares = _row_squares(problem, inner, seen, logits, _root_times_signs(logits, generator))
@@ -194,7 +204,8 @@ def _watching(problem: Problem) -> Iterator[_Seen]:
         def note(module: Any, args: Any, output: Any, name: str = name) -> None:
             if name in seen.inputs:
                 raise HapError(f"{name} runs more than once in a forward pass, so its samples cannot be told apart")
-            seen.inputs[name], seen.outputs[name] = args[0], output
+            if args and isinstance(output, Tensor):
+                seen.inputs[name], seen.outputs[name] = args[0], output
 
         hooks.append(modules[name].register_forward_hook(note, prepend=True))
     try:
@@ -202,6 +213,13 @@ def _watching(problem: Problem) -> Iterator[_Seen]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _check_seen(weights: Iterable[str], inputs: Mapping[str, Tensor], instead: str) -> None:
+    """Some modules use the weight of another one, or are called in a way that a hook cannot follow."""
+    for weight in weights:
+        if weight not in inputs and weight.rpartition(".")[0] not in inputs:
+            raise HapError(f"what {weight} is applied to is hidden from the layer that owns it; {instead}")
 
 
 def _row_squares(
@@ -265,6 +283,7 @@ class GateGradient(Criterion):
         count = samples(batch)
         with torch.enable_grad(), _reading(problem, [weight for _, weight, _ in readers]) as inputs:
             _, loss = problem.evaluate(weights, batch)
+            _check_seen((weight for _, weight, _ in readers), inputs, "use another criterion")
             slopes = dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
         gates: dict[str, Tensor] = {}
         for (name, weight, _), reader in readers.items():
@@ -292,7 +311,8 @@ def _reading(problem: Problem, weights: list[str]) -> Iterator[dict[str, Tensor]
         def note(module: Any, args: Any, weight: str = weight) -> None:
             if weight in inputs:
                 raise HapError(f"{weight} is used more than once in a forward pass, so its gate has no one gradient")
-            inputs[weight] = args[0]
+            if args:
+                inputs[weight] = args[0]
 
         hooks.append(modules[weight.rpartition(".")[0]].register_forward_pre_hook(note))
     try:
