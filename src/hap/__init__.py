@@ -9,7 +9,7 @@ hap.save("pruned.safetensors", model, plan)
 """
 
 from hap import data, models, recipes, rules, zoo
-from hap.blocks import heads, mlps, only, plan_blocks
+from hap.blocks import heads, mlps, only, plan_blocks, prune_blocks_
 from hap.checkpoint import load, read, save
 from hap.compensation import compensate_
 from hap.cost import cost
@@ -50,6 +50,6 @@ __all__ = [
     "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude", "Plan",
     "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_",
     "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
-    "mlps", "models", "only", "plan", "plan_blocks", "prune_", "read", "recipes", "rules", "save",
-    "score", "trace", "train", "zoo",
+    "mlps", "models", "only", "plan", "plan_blocks", "prune_", "prune_blocks_", "read", "recipes",
+    "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip
