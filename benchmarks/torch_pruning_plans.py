@@ -131,9 +131,10 @@ def main() -> None:
             difference = check(dense, plan, theirs, example, images[:64])
             before, after = plan.before, plan.after
             left = {"params_left": after.params / before.params, "macs_left": after.macs / before.macs}
+            library = f"torch-pruning {version('torch-pruning')}"
             record = {"kind": "hap-borrowed-plan", "format": 1, "name": f"{label}-{percent}", "dense": name,
-                      "library": f"torch-pruning {version('torch-pruning')}", "criterion": criterion, "coupling": "joint",
-                      "images": len(images), "largest_difference": difference, **left, "removed": units}  # fmt: skip
+                      "library": library, "criterion": criterion, "coupling": "joint", "images": len(images),
+                      "largest_difference": difference, **left, "removed": units}  # fmt: skip
             write_json(chosen.out / f"{label}-{percent}.json", record | provenance(chosen.revision))
             print(f"{label}-{percent}: {left}, logits differ by {difference:.1e}")
 
