@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -17,7 +18,7 @@ from hap.cli import app
 from hap.data.glue import HELD_OUT, TASKS, Encoded, Texts, encode, metrics_of, read, read_tsv
 from hap.experiments.glue import Folders, jobs, status
 from hap.experiments.glue_report import render
-from hap.experiments.tuning import Tuning, predict, tune
+from hap.experiments.tuning import FilledScalars, Tuning, predict, tune
 from huggingface import library
 
 # ---- files ----------------------------------------------------------------------------------------------------
@@ -125,6 +126,27 @@ def test_rates_rise_and_fall() -> None:
         Tuning().steps(31)
     with pytest.raises(hap.HapError, match="expected 1 or more"):
         Tuning(epochs=0)
+
+
+@pytest.mark.parametrize("value", [0.0, 3, True])
+def test_scalars_are_filled_not_copied(value: Any) -> None:
+    with FilledScalars(), torch.device("meta"):
+        made, listed = torch.tensor(value), torch.tensor([1.0, 2.0])
+        typed = torch.tensor(value, dtype=torch.bfloat16, device="cpu")
+    assert made.shape == () and made.dtype == torch.tensor(value).dtype and made.is_meta and listed.shape == (2,)
+    assert typed.dtype == torch.bfloat16 and float(typed) == float(value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+def test_recorded_steps_train_like_plain_ones() -> None:
+    data, tuning = _encoded(160).to("cuda"), Tuning(epochs=6, batch=16, lr=0.05)
+    plain = Bag().cuda()
+    recorded = [copy.deepcopy(plain) for _ in range(2)]
+    wanted = tune([plain], data, tuning, graphs=False)[0].loss
+    for tuned in tune(recorded, data, tuning):
+        assert tuned.loss == pytest.approx(wanted, rel=0.02, abs=0.01)
+    for a, b in zip(recorded[0].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
 
 
 # ---- the whole way --------------------------------------------------------------------------------------------

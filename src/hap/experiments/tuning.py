@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hap.data.glue import Batch, Encoded
 from hap.errors import HapError
@@ -77,7 +78,7 @@ def tune(models: Sequence[nn.Module], data: Encoded, tuning: Tuning, graphs: boo
     marks = [total * (i + 1) // 10 for i in range(10)]
     torch.manual_seed(tuning.seed)
     begun = time.monotonic()
-    with _training(models), torch.device(device) if device.type == "cuda" else nullcontext():
+    with _training(models):
         for step, batch in zip(range(total), _batches(data, tuning), strict=False):
             width = next(iter(batch[0].values())).shape[1]
             if width not in feeds:
@@ -146,7 +147,7 @@ class _Run:
         self.count += 1
 
     def step(self, inputs: dict[str, Tensor], labels: Tensor) -> None:
-        with precise(self.device):
+        with precise(self.device), made_on(self.device):
             logits = self.model(**inputs).logits
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
@@ -164,6 +165,26 @@ class _Run:
         if not all(map(math.isfinite, found)):
             raise HapError(f"the training loss is not finite: {found}; lower the learning rate")
         return found
+
+
+@contextmanager
+def made_on(device: torch.device) -> Iterator[None]:
+    """On CUDA, what a forward makes is made on the device: a recorded step cannot copy from the host."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.device(device), FilledScalars():
+        yield
+
+
+class FilledScalars(TorchFunctionMode):
+    """torch.tensor(0.0) by filling memory of its device instead of copying the number there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and args and isinstance(args[0], bool | int | float):
+            return torch.full((), args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        return func(*args, **kwargs)
 
 
 def precise(device: torch.device) -> torch.autocast:
