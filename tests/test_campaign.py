@@ -23,12 +23,14 @@ from hap.experiments.sensitivity import Look
 from hap.experiments.starting import BorrowedStep, EigenStep, opened
 from hap.files import write_json
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture
 def data() -> Data:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (96, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    labels = torch.arange(96) % 10
+    images = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(48) % 10
     return Data(Split(images, labels), Split(images[:32], labels[:32]), 10, (0.5,) * 3, (0.25,) * 3, "fake", 1, True)
 
 
@@ -211,7 +213,7 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None
     records = {name: json.loads(folders.result(name).read_text()) for name in ("layers", "probes", "seconds")}
     model = hap.load(folders.network("dense"), hap.models.build("resnet20")).eval()
     groups = hap.trace(model, torch.zeros(1, 3, 8, 8), "union")
-    scores = hap.score(model, groups, data.calibration(96, 0), functional.cross_entropy, "hessian")
+    scores = hap.score(model, groups, data.calibration(48, 0), functional.cross_entropy, "hessian")
     stored = torch.tensor(records["layers"]["layers"]["layer1.0.conv1"]["scores"], dtype=torch.float64)
     torch.testing.assert_close(stored, scores["layer1.0.conv1"], rtol=1e-4, atol=0)
     fates = {f for layer in records["layers"]["layers"].values() for f in layer["fate"]}
@@ -220,3 +222,15 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None
     assert records["seconds"]["exact_seconds"] > 0 and records["seconds"]["probes"] == 2
     assert all(r["revision"] == "abc" for r in records.values())
     assert sensitivity.status(looks, folders)["ready"] == []
+
+
+def test_the_stored_plans_of_torch_pruning_fit_resnet56_and_its_budgets() -> None:
+    jobs = [j for j in cifar10_jobs() if isinstance(j.prune, BorrowedStep)]
+    groups = hap.trace(hap.models.build("resnet56").eval(), torch.zeros(1, 3, 32, 32), "joint")
+    assert len(jobs) == 6
+    for job in jobs:
+        record = json.loads((ROOT / "results" / "cifar10" / "plans" / f"{job.prune.name}.json").read_text())
+        plan = hap.draft(groups, record["removed"])
+        assert (record["dense"], record["criterion"]) == (job.dense, job.prune.criterion)
+        assert 0.95 * job.prune.flops < record["macs_left"] <= job.prune.flops
+        assert plan.after.macs / plan.before.macs == record["macs_left"] and record["images"] == 512
