@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import hap
+from hap.cli import app
 from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.files import write_json
@@ -148,6 +150,21 @@ def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
     assert {path.name for path in paths[1:]} == {"results-sensitivity.svg", "results-probes.svg"}
     assert row_of(text, "Titan Xp", "ResNet56", "61")[1:4] == ["0.25", "9.00 (300 probes)", "a GPU"]
     assert row_of(text, "Titan Xp", "WideResNet32")[1] == "not run yet"
+
+
+def test_one_command_writes_page_and_manifest(tmp_path: Path) -> None:
+    job = JOBS["resnet56-paper-implant-40.7-seed0"]
+    record = result(job, 0.9355, model="resnet56", accuracy_in_half_precision=0.9354)
+    write_json(tmp_path / "results" / f"{job.name}.json", record)
+    about = {"model": "resnet56", "classes": 10, "result": job.name}
+    hap.save(tmp_path / "networks" / f"{job.name}.safetensors", hap.models.build("resnet56").half(), about=about)
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+    found = CliRunner().invoke(app, ["reproduce", "all", "--render", f"--page={tmp_path / 'page.md'}", *places])
+    assert found.exit_code == 0, found.output
+    assert hap.zoo.entries(tmp_path / "networks")["resnet56-cifar10-hap-implant-40"].accuracy == 0.9354
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert row_of(text, "`resnet56-cifar10-hap-implant-40`")[1] == "93.54"
+    assert (tmp_path / "images" / "results-resnet56.svg").is_file()
 
 
 def test_the_page_of_this_repository_is_what_its_result_files_say(tmp_path: Path) -> None:
