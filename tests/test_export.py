@@ -61,6 +61,94 @@ def test_pruned_networks_run_in_onnx(name: str, tmp_path: Path) -> None:
     assert gap(run(pruned, example.float()), onnx_outputs(path, example.float())) <= 1e-5
 
 
+FOLDED = ["plain", "residual", "bottleneck", "inverted_residual", "grouped_transposed", "conv1d", "mlp_with_norm"]
+
+
+def batchnorms(program: torch.export.ExportedProgram) -> int:
+    return sum(node.target is torch.ops.aten.batch_norm.default for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("coupling", ["joint", "union"])
+@pytest.mark.parametrize("name", FOLDED)
+def test_batchnorms_are_folded(name: str, coupling: str, tmp_path: Path) -> None:
+    """In float64 to rounding, with implants beside convolutions and scatters behind branches."""
+    model, example = CASES[name]()
+    plan = random_plan(traced(name, coupling), 1, 0.5, hap.Pointwise(init="center"))
+    pruned = hap.apply_(model, plan, example=example)
+    program = torch.export.load(hap.export(tmp_path / "a.pt2", pruned, example))
+    assert batchnorms(program) == 0
+    assert not any("running" in name for name in program.state_dict)
+    assert gap(run(pruned, example), [program.module()(example)]) <= 1e-12
+
+
+def test_an_implant_that_is_put_in_order_is_folded(tmp_path: Path) -> None:
+    """Where other layers share an axis the implant's channels are sorted in after it; the fold follows them."""
+    model, example = CASES["dense_block"]()
+    plan = random_plan(traced("dense_block", "joint"), 0, 0.5, hap.Pointwise(init="center"))
+    pruned = hap.apply_(model, plan, example=example)
+    program = torch.export.load(hap.export(tmp_path / "a.pt2", pruned, example))
+    assert gap(run(pruned, example), [program.module()(example)]) <= 1e-12
+
+
+class Conv(nn.Module):
+    """conv -> norm, whose convolution someone else reads too, or whose weight is computed or shared."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.conv, self.norm, self.other = how, nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+        for norm in (self.norm, self.other):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+            nn.init.normal_(norm.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        if self.how == "read twice":
+            return self.norm(y) + y
+        if self.how == "shared":
+            return self.norm(y) + self.other(self.conv(x + 1))
+        if self.how == "computed":
+            return self.norm(nn.functional.conv2d(x, self.conv.weight * 2))
+        if self.how == "twice the same":
+            return self.norm(torch.cat([y[:, :1], y[:, :1], y[:, :1]], 1))
+        return self.norm(y.index_select(1, self.order))
+
+
+@pytest.mark.parametrize(("how", "left"), [("read twice", 1), ("shared", 0), ("computed", 1), ("twice the same", 1),
+                                           ("in order", 0)])  # fmt: skip
+def test_only_what_can_be_folded_is(how: str, left: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = Conv(how).double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    before = snapshot(model)
+    program = torch.export.load(hap.export(tmp_path / "a.pt2", model, example))
+    assert_unchanged(model, before)
+    assert batchnorms(program) == left
+    assert gap(run(model, example), [program.module()(example)]) <= 1e-12
+
+
+@pytest.mark.parametrize("traced_with", [1, 2])
+def test_any_batch_size(traced_with: int, tmp_path: Path) -> None:
+    model, _ = CASES["residual"]()
+    example = torch.randn(5, *CASES["residual"]()[1].shape[1:])
+    plan = random_plan(hap.trace(model, example[:1].double(), "union"), 0)
+    pruned = hap.apply_(model, plan, example=example.double()).float()
+    onnx = hap.export(tmp_path / "a.onnx", pruned, example[:traced_with])
+    program = torch.export.load(hap.export(tmp_path / "a.pt2", pruned, example[:traced_with])).module()
+    for batch in (1, 2, 5):
+        wanted = run(pruned, example[:batch])
+        assert gap(wanted, onnx_outputs(onnx, example[:batch])) <= 1e-5
+        assert gap(wanted, [program(example[:batch])]) <= 1e-5
+
+
+def test_one_batch_size(tmp_path: Path) -> None:
+    model, example = CASES["hard_coded_view"]()
+    with pytest.raises(hap.HapError, match=r"runs with one batch size only.*pass dynamic_batch=False"):
+        hap.export(tmp_path / "a.pt2", model, example)
+    program = torch.export.load(hap.export(tmp_path / "a.pt2", model, example, dynamic_batch=False))
+    assert gap(run(model, example), [program.module()(example)]) <= 1e-12
+
+
 def test_a_model_in_training_mode_is_exported_in_eval_mode(tmp_path: Path) -> None:
     model, example = CASES["vgg"]()
     wanted = run(model, example)

@@ -16,7 +16,7 @@ from hap.cost import cost
 from hap.errors import HapError
 from hap.exporting import export
 from hap.implants import DepthwiseSeparable, Implant, LowRank, Pointwise, SpatialLowRank
-from hap.latency import latency
+from hap.latency import compare_latency, latency
 from hap.planning import Budget, Limits, plan
 from hap.plans import Plan, draft
 from hap.pruning import prune_
@@ -40,6 +40,7 @@ from hap.scoring import (
     score,
 )  # fmt: skip
 from hap.surgery import apply_
+from hap.timed_planning import plan_for_latency
 from hap.tracing import trace
 from hap.training import evaluate, train
 
@@ -49,7 +50,7 @@ __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateGradient",
     "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude", "Plan",
     "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_",
-    "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
-    "mlps", "models", "only", "plan", "plan_blocks", "prune_", "prune_blocks_", "read", "recipes",
+    "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
+    "mlps", "models", "only", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
     "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

@@ -7,40 +7,92 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.examples import call_arguments, evaluating
 from hap.files import write_atomic
+from hap.folding import fold_batchnorms
 
 
-def export(path: str | Path, model: nn.Module, example: Any) -> Path:
+def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True) -> Path:
     """Write the model in eval mode to `path`, as its ending says: .onnx or .pt2; returns the path.
 
-    Input shapes are those of the example.
+    BatchNorms are folded into what is before them. Shapes are those of the example, but for the first axis of its
+    tensors, the batch: that may have any length, unless `dynamic_batch` is False.
     """
     path = Path(path)
     writers = {".onnx": _onnx, ".pt2": _program}
     if path.suffix not in writers:
         raise HapError(f"cannot export to {path}: the name must end in .onnx or .pt2")
-    args, kwargs = call_arguments(example)
-    with evaluating(model), torch.no_grad():
-        try:
-            program = torch.export.export(model, args, kwargs, strict=False)
-        except Exception as error:
-            raise HapError(
-                f"torch.export cannot capture {type(model).__name__}: {str(error).splitlines()[0]}"
-            ) from error
-        write_atomic(path, lambda temporary: writers[path.suffix](temporary, program))
+    program = capture(model, example, dynamic_batch=dynamic_batch)
+    write_atomic(path, lambda temporary: writers[path.suffix](temporary, program))
     return path
 
 
-def _program(path: Path, program: torch.export.ExportedProgram) -> None:
+def capture(model: nn.Module, example: Any, *, dynamic_batch: bool = False) -> ExportedProgram:
+    """The torch.export program of the model in eval mode, BatchNorms folded."""
+    args, kwargs = call_arguments(_at_least_two(example) if dynamic_batch else example)
+    shapes: Any = _free_batch((args, kwargs)) if dynamic_batch else None
+    with evaluating(model), torch.no_grad():
+        try:
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            raise HapError(_refusal(model, error, dynamic_batch)) from error
+        folded = fold_batchnorms(program.module(check_guards=False))
+        return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _refusal(model: nn.Module, error: Exception, dynamic_batch: bool) -> str:
+    name, why = type(model).__name__, str(error).strip()
+    if "Constraints violated" in why:
+        return f"{name} runs with one batch size only, that of the example; pass dynamic_batch=False"
+    hint = "; dynamic_batch=False asks less of it" if dynamic_batch else ""
+    return f"torch.export cannot capture {name}: {why.splitlines()[0]}{hint}"
+
+
+def _at_least_two(example: Any) -> Any:
+    """The example, twice over if its batch is 1: torch.export takes an axis of length 1 for one that never changes.
+
+    Tensors are not those of the caller, since torch.export marks the ones that it is given.
+    """
+    batch = _batch(example)
+
+    def grown(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.cat([x, x]) if batch == 1 and _length(x) == 1 else x.detach()
+
+    return pytree.tree_map(grown, example)
+
+
+def _free_batch(arguments: Any) -> ShapesCollection:
+    """Shapes in which the batch of every tensor that has it may change."""
+    shapes, batch = ShapesCollection(), _batch(arguments)
+    for leaf in pytree.tree_leaves(arguments):
+        if _length(leaf) == batch:
+            shapes[leaf] = {0: Dim.DYNAMIC}
+    return shapes
+
+
+def _batch(example: Any) -> int | None:
+    """The length of the first axis of the first tensor that has one."""
+    lengths = (_length(leaf) for leaf in pytree.tree_leaves(example))
+    return next((n for n in lengths if n is not None), None)
+
+
+def _length(x: Any) -> int | None:
+    return len(x) if isinstance(x, Tensor) and x.ndim else None
+
+
+def _program(path: Path, program: ExportedProgram) -> None:
     with path.open("wb") as file:
         torch.export.save(program, file)
 
 
-def _onnx(path: Path, program: torch.export.ExportedProgram) -> None:
+def _onnx(path: Path, program: ExportedProgram) -> None:
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:

@@ -22,7 +22,8 @@ from hap.plans import Plan, assemble
 class Budget:
     """What may be left, as a fraction of the dense model. Exactly one of:
 
-    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units.
+    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units; `latency`: measured
+    time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
     """
 
     params: float | None = None
@@ -34,9 +35,7 @@ class Budget:
         given = {k: v for k, v in vars(self).items() if v is not None}
         if len(given) != 1:
             said = ", ".join(f"{k}={v}" for k, v in given.items()) or "nothing"
-            raise HapError(f"the budget says {said}; expected exactly one of params=, flops=, channels=")
-        if self.latency is not None:
-            raise HapError("budgets on measured latency are not supported yet; use flops= and measure with hap.latency")
+            raise HapError(f"the budget says {said}; expected exactly one of params=, flops=, channels=, latency=")
         (kind, value), *_ = given.items()
         if not isinstance(value, int | float) or not 0 < value <= 1:
             raise HapError(f"{kind}={value}; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4")
@@ -84,10 +83,20 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score.
     The result is never above the budget, and keeping any one unit more would be.
     """
+    if budget.latency is not None:
+        raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
+                       "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
     search = _Search(groups, scores, budget, as_implant(implant), limits, per_cost)
     removed = search.bisect()
     kept, grafted = search.fill(*search.marking(removed))
     return assemble(groups, kept, grafted, search.implant)
+
+
+def least_flops(groups: Groups, scores: Mapping[str, Tensor], implant: Implant | None, limits: Limits, *,
+                per_cost: bool = False) -> float:  # fmt: skip
+    """The fraction of the multiply-adds that is left when all goes that the limits allow."""
+    search = _Search(groups, scores, Budget(flops=1.0), implant, limits, per_cost)
+    return search.value(*search.marking(len(search.order))) / search.dense
 
 
 class _Search:

@@ -54,7 +54,7 @@ def evaluate(
 def export(
     checkpoint: Saved,
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .onnx or .pt2.")],
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per call. Default: 1")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Fix the images per call. Default: any number.")] = None,
     input_shape: Annotated[
         str | None, typer.Option(help="The input's shape with its batch, such as 1,3,32,32. Default: the checkpoint's.")
     ] = None,
@@ -63,7 +63,7 @@ def export(
     data_root: DataRoot = None,
     image_size: ImageSize = None,
 ) -> None:
-    """Write a network as ONNX or as a torch.export program, which read inputs of one fixed shape.
+    """Write a network as ONNX or as a torch.export program. BatchNorms are folded.
 
     \b
     Examples:
@@ -85,7 +85,7 @@ def export(
     else:
         example = stored_example(saved, checkpoint, batch or 1)
     with working(f"exporting to {out.name}"):
-        hap.export(out, network, example)
+        hap.export(out, network, example, dynamic_batch=batch is None and shape is None)
     wrote(out)
 
 

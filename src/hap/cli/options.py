@@ -14,6 +14,7 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.experiments.networks import check_reads, load_data, open_checkpoint, pick_device, stored_data
 from hap.files import write_atomic
+from hap.latency import BACKENDS
 from hap.scoring import CRITERIA
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
@@ -41,6 +42,9 @@ Coupling = Annotated[
 Probes = Annotated[
     int | None, typer.Option(min=2, help="Estimate the Hessian's trace with so many probes, instead of exactly.")
 ]
+
+Backend = Annotated[str, typer.Option(help=f"What is timed: {', '.join(BACKENDS)} (exported, BatchNorms folded).")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads while timing. Default: torch's number.")]
 
 
 def opened(path: Path, model: str | None, device: str | None) -> tuple[nn.Module, Checkpoint, str]:

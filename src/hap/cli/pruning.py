@@ -12,6 +12,7 @@ from torch import nn
 
 import hap
 from hap.cli.options import (
+    Backend,
     Calibration,
     Coupling,
     Criterion,
@@ -23,6 +24,7 @@ from hap.cli.options import (
     Probes,
     Saved,
     Seed,
+    Threads,
     check_not_input,
     check_out,
     check_saved_name,
@@ -38,11 +40,12 @@ from hap.experiments.config import PruneStep
 from hap.experiments.networks import about, example_of
 from hap.experiments.results import read_json
 from hap.experiments.run import digest
-from hap.experiments.steps import fewer, prune_step, score_step
+from hap.experiments.steps import carry_out, fewer, prune_step, score_step
 from hap.files import write_json
 from hap.groups import Groups
 from hap.plans import Plan
 from hap.scoring import Scores
+from hap.timed_planning import TimedPlan
 
 KIND = "hap-scores"
 
@@ -107,6 +110,10 @@ def prune(
     params: Annotated[float | None, typer.Option(help="Share of the parameters that is LEFT.")] = None,
     flops: Annotated[float | None, typer.Option(help="Share of the multiply-adds that is LEFT.")] = None,
     channels: Annotated[float | None, typer.Option(help="Share of the channels that is LEFT.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Share of the measured time that is LEFT.")] = None,
+    backend: Backend = "eager",
+    threads: Threads = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a timed call, with --latency.")] = 1,
     implant: Annotated[float, typer.Option(help="Share of the removed k x k channels to replace by implants.")] = 0.0,
     implant_kind: Annotated[
         str, typer.Option(help="Pointwise (the paper's), LowRank, DepthwiseSeparable, SpatialLowRank.")
@@ -142,8 +149,12 @@ def prune(
           --out runs/pruned.safetensors
       hap prune runs/dense.safetensors --flops 0.5 --criterion magnitude \\
           --coupling union --out runs/half.safetensors
+      hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
+          --threads 1 --device cpu --out runs/fast.safetensors
     """
-    step = PruneStep("prune", criterion, params, flops, channels, implant, implant_kind, implant_init, coupling, probes,
+    budget = hap.Budget(params, flops, channels, latency)
+    left = 1.0 if latency is not None else channels  # a step has a budget of its own; that of time is met here
+    step = PruneStep("prune", criterion, params, flops, left, implant, implant_kind, implant_init, coupling, probes,
                      per_layer, round_to, tuple(leave or ()), per_cost, compensate)  # fmt: skip
     check_saved_name(out, checkpoint, scores)
     network, saved, spec = opened(checkpoint, model, device)
@@ -154,14 +165,32 @@ def prune(
     before, cost_before = hap.evaluate(network, found), _cost(network, found)
     with working("pruning") as tell:
         groups, values = _scores(network, found, step, scores, checkpoint, calibration, seed, tell)
-        plan = prune_step(network, found, step, groups, values, calibration, seed, tell)
+        if latency is None:
+            timing, plan = {}, prune_step(network, found, step, groups, values, calibration, seed, tell)
+        else:
+            tell("pruning copies and timing them")
+            images = example_of(found, batch).to(next(iter(network.parameters())).device)
+            timed = hap.plan_for_latency(network, groups, values, images, budget, step.make_implant(), step.limits(),
+                                         per_cost=per_cost, backend=backend, threads=threads)  # fmt: skip
+            timing, plan = _timing(timed, latency, batch), timed.plan
+            carry_out(network, found, step, plan, calibration, seed, tell)
     after, cost_after = hap.evaluate(network, found), _cost(network, found)
     _show(plan, (before.accuracy, after.accuracy), (cost_before, cost_after))
+    if timing:
+        say("Time left: {ratio:.1%} of the dense network's, measured with {backend}, {threads} threads, {batch} images "
+            "a call, on {device}; widths are multiples of {round_to}.".format(**timing))  # fmt: skip
     dense = {"accuracy": before.accuracy, "params": cost_before.params, "macs": cost_before.macs}
     metrics = {"accuracy": after.accuracy, "loss": after.loss, "params": cost_after.params, "macs": cost_after.macs}
-    described = {**about(spec, found), "prune": dataclasses.asdict(step), "pruned_from": checkpoint.name}
+    settings = {**dataclasses.asdict(step), "channels": channels, **timing}
+    described = {**about(spec, found), "prune": settings, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics={**metrics, "dense": dense}, about=described)
     wrote(out)
+
+
+def _timing(timed: TimedPlan, latency: float, batch: int) -> dict[str, Any]:
+    """What was timed, how, and what came out: for the checkpoint and for the screen."""
+    how = {"backend": timed.backend, "threads": timed.threads, "device": timed.device, "batch": batch}
+    return {"latency": latency, "ratio": timed.ratio, "round_to": timed.round_to, **how}
 
 
 def _warn(text: str | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 ARGUMENTS = (
     "params", "flops", "channels", "per_layer", "round_to", "leave", "probes", "coupling", "criterion", "implant",
-    "calibration",
+    "calibration", "latency", "threads",
 )  # fmt: skip
 FIELDS = ("epochs", "lr", "batch", "distill", "seed")
 
@@ -39,6 +39,7 @@ def _without_python(text: str, spelled: Callable[[str], str]) -> str:
     text = re.sub(r"; print\(groups\)[^.;]*", "", text)
     text = re.sub(r"trace with ignore=\([^)]*\) or use another criterion", f"use another {spelled('criterion')}", text)
     text = re.sub(r"[Uu]se HessianTrace\(method=\"hutchinson\"\)", f"Give {spelled('probes')}, such as 300", text)
+    text = re.sub(r"pass dynamic_batch=False", "give --batch", text)
     text = text.replace(", or a hap criterion", "").replace(", reversed-NAME", " or reversed-NAME")
     text = re.sub(r"\bimplant ratio is\b", f"{spelled('implant')} is", text)
     text = re.sub(r"\bimplant kind is\b", f"{spelled('implant_kind')} is", text)

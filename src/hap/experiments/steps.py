@@ -47,15 +47,20 @@ def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: 
 def prune_step(model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int,
                say: Say) -> Plan:  # fmt: skip
     """Plan and apply, in place."""
-    batches = calibration(data, model, count, seed)
     say("planning")
     plan = hap.plan(groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost)
+    carry_out(model, data, step, plan, count, seed, say)
+    return plan
+
+
+def carry_out(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count: int, seed: int, say: Say) -> None:
+    """Apply a plan, in place, and repair what reads the removed units if the step says so."""
+    batches = calibration(data, model, count, seed)
     if step.compensate:
         say("repairing what reads the removed units by least squares")
         hap.compensate_(model, plan, batches)
     say("pruning, and checking the result by running it")
     hap.apply_(model, plan, example_of(data).to(batches[0][0].device), batches=batches)
-    return plan
 
 
 def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) -> dict[str, Any]:

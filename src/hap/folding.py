@@ -1,0 +1,106 @@
+"""Folding: a BatchNorm in eval mode is a scale and a shift per channel, which the convolution before it can take on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+aten = torch.ops.aten
+_CONVOLUTIONS = (
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+)  # fmt: skip
+_TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+
+
+def fold_batchnorms(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph of a torch.export program without the BatchNorms whose scale and shift what is before them can take.
+
+    That is a convolution, a linear layer, or several of them side by side (an implant beside its convolution), if
+    nothing else reads its output. Weights are copied, so those of the model stay as they are.
+    """
+    for norm in list(module.graph.find_nodes(op="call_function", target=aten.batch_norm.default)):
+        source, weight, bias, mean, variance, training, _, eps, _ = norm.args
+        if training or mean is None or not _absorbs(source, module):
+            continue
+        mean, variance = (_tensor(module, node).double() for node in (mean, variance))
+        scale = torch.rsqrt(variance + eps) * (1 if weight is None else _tensor(module, weight).double())
+        shift = (0 if bias is None else _tensor(module, bias).double()) - mean * scale
+        _absorb(source, module, scale, shift)
+        norm.replace_all_uses_with(source)
+        module.graph.erase_node(norm)
+    module.graph.eliminate_dead_code()
+    return fx.GraphModule(module, module.graph)  # takes along only the tensors that are still read
+
+
+def _absorbs(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether the node can scale and shift the channels of its own output, and nothing but the BatchNorm sees it."""
+    args: Any = node.args
+    if len(node.users) != 1:
+        return False
+    if node.target is aten.linear.default:
+        return node.meta["val"].ndim == 2 and _constant(args[1])
+    if node.target in _CONVOLUTIONS or node.target in _TRANSPOSED:
+        return _constant(args[1])
+    if node.target is aten.cat.default:
+        side_by_side = args[1:] == (1,) and len(set(args[0])) == len(args[0])
+        return side_by_side and all(_absorbs(part, module) for part in args[0])
+    if node.target is aten.index_select.default:
+        source, dim, order = args
+        return dim == 1 and _constant(order) and _permutes(_tensor(module, order), source) and _absorbs(source, module)
+    return False
+
+
+def _absorb(node: fx.Node, module: fx.GraphModule, scale: Tensor, shift: Tensor) -> None:
+    args: Any = node.args
+    if node.target is aten.cat.default:
+        widths = [part.meta["val"].shape[1] for part in args[0]]
+        for part, *share in zip(args[0], scale.split(widths), shift.split(widths), strict=True):
+            _absorb(part, module, *share)
+    elif node.target is aten.index_select.default:
+        back = _tensor(module, args[2]).argsort()
+        _absorb(args[0], module, scale[back], shift[back])
+    else:
+        weight = _tensor(module, args[1])
+        bias = args[2] if len(args) > 2 else None
+        moved = shift if bias is None else shift + scale * _tensor(module, bias).double()
+        folded = _scaled(weight.double(), scale, _transposed_groups(node))
+        with module.graph.inserting_before(node):
+            made = [_attribute(module, f"{node.name}_{name}", value.to(weight.dtype, copy=True))
+                    for name, value in (("weight", folded), ("bias", moved))]  # fmt: skip
+        node.args = (args[0], *made, *args[3:])
+
+
+def _transposed_groups(node: fx.Node) -> Any:
+    """`groups` of a transposed convolution, whose weight has its output channels on axis 1; None for any other."""
+    if node.target not in _TRANSPOSED:
+        return None
+    return node.args[6] if len(node.args) > 6 else 1
+
+
+def _scaled(weight: Tensor, scale: Tensor, groups: Any) -> Tensor:
+    """The weight times `scale` along its output channels; `groups` is that of a transposed convolution, else None."""
+    if groups is None:
+        return weight * scale.view(-1, *[1] * (weight.ndim - 1))
+    grouped = weight.unflatten(0, (groups, -1))  # (groups, inputs / groups, outputs / groups, ...)
+    return (grouped * scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))).flatten(0, 1)
+
+
+def _permutes(order: Tensor, source: fx.Node) -> bool:
+    return len(order) == source.meta["val"].shape[1] == len(order.unique())
+
+
+def _constant(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def _tensor(module: nn.Module, node: Any) -> Tensor:
+    owner, _, leaf = node.target.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf).detach()
+
+
+def _attribute(module: fx.GraphModule, name: str, value: Tensor) -> fx.Node:
+    module.register_parameter(f"folded_{name}", nn.Parameter(value, requires_grad=False))
+    return module.graph.get_attr(f"folded_{name}")
