@@ -149,6 +149,7 @@ class Campaign:
             "model": self._model_facts(), "examples": {"train": len(train), "dev": len(dev)},
             "tuning": {w: self.settings.tuning(w, job).to_dict() for w in ("dense", "after")},
             "dense": about, "scoring": scoring, "scores": {n: v.tolist() for n, v in scores.items()},
+            "score_errors": {n: v.tolist() for n, v in scores.errors.items()},
             "budgets": [{"heads": 1.0, "metrics": about["metrics"]}, *parts],
             "seconds": time.monotonic() - begun,
         } | provenance(self.revision)  # fmt: skip
