@@ -246,6 +246,23 @@ def test_whole_magnitude_covers_all_slices(encoder: Any) -> None:
     torch.testing.assert_close(scores["layers.0.q"], (rows + columns) / 16)
 
 
+@pytest.mark.parametrize(
+    "criterion", [hap.L1(), hap.Taylor(), hap.DiagonalFisher(), hap.OBD(probes=3)], ids=lambda c: c.name
+)
+def test_whole_adds_the_output_slice_to_others(encoder: Any, criterion: hap.Criterion) -> None:
+    model, example, batches = encoder
+    groups = units_of(hap.trace(model, example), "heads")
+    more = hap.score(model, groups, batches, F.cross_entropy, hap.Whole(criterion))
+    less = hap.score(model, groups, batches, F.cross_entropy, criterion)
+    assert all((more[n] != less[n]).all() for n in groups)
+    assert hap.Whole(criterion).to_dict() == {"name": "whole", "of": criterion.to_dict()}
+
+
+def test_whole_refuses_what_knows_rows_only() -> None:
+    with pytest.raises(hap.HapError, match="use JointTrace"):
+        hap.Whole(hap.HessianTrace())
+
+
 def test_head_criteria_leave_the_model_alone(encoder: Any) -> None:
     model, example, batches = encoder
     groups = units_of(hap.trace(model, example), "heads")

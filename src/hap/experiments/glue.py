@@ -206,6 +206,8 @@ class Campaign:
         _, train, _ = self._corpus(job.task)
         batches = list(train.head(self.settings.calibration, job.seed).batches(self.settings.score_batch))
         groups = self.groups()
+        if self.device.type == "cuda":  # kernels are loaded when they first run
+            hap.score(dense, groups, batches[:1], loss_of, self._criterion(job))
         with peak_memory(self.device) as peak:
             begun = time.monotonic()
             scores = hap.score(dense, groups, batches, loss_of, self._criterion(job))

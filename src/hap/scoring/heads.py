@@ -17,6 +17,8 @@ from hap import distributed
 from hap.errors import HapError
 from hap.groups import Group, Groups, Producer
 from hap.scoring.base import Batch, Criterion, Problem, Scores, fold, samples
+from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
+from hap.scoring.simple import L1, Magnitude
 
 METHODS = ("hutchinson", "gauss-newton")
 
@@ -39,11 +41,21 @@ def whole(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Whole(Criterion):
-    """Another criterion over all that a unit owns: of a head the query, key, value and output slices."""
+    """Another criterion over all that a unit owns: of a head the query, key, value and output slices.
+
+    Only criteria that look at each weight by itself can be asked about slices along any axis.
+    """
 
     of: Criterion
 
     name: ClassVar[str] = "whole"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, Magnitude | L1 | Taylor | DiagonalFisher | OBD):
+            raise HapError(
+                f"Whole cannot be of {type(self.of).__name__}; expected Magnitude, L1, Taylor, DiagonalFisher or OBD. "
+                "For the Hessian's trace over all of a unit use JointTrace."
+            )
 
     def scores(self, problem: Problem) -> Scores:
         return self.of.scores(whole(problem))
@@ -67,7 +79,7 @@ class JointTrace(Criterion):
 
     method: str = "hutchinson"
     probes: int = 100
-    draws: int = 2
+    draws: int = 1
     seed: int = 0
 
     name: ClassVar[str] = "joint"
