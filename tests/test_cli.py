@@ -186,6 +186,21 @@ def test_export_to_onnx_gives_equal_outputs(pruned: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(torch.from_numpy(seen), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_prune_to_a_share_of_the_time(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RUNS", "MOST_RUNS"):
+        monkeypatch.setattr(hap.timed_planning, name, 5)
+    out = tmp_path / "fast.safetensors"
+    said = ok("prune", dense, "--latency", 0.85, "--batch", 64, "--threads", 1, "--criterion", "magnitude", "--out", out)
+    saved = hap.read(out)
+    how = saved.about["prune"]
+    assert (how["latency"], how["backend"], how["threads"], how["batch"]) == (0.85, "eager", 1, 64)
+    assert how["ratio"] <= 0.85 and f"{100 * how['ratio']:.1f}% of the dense network's" in said
+    assert saved.plan.after.macs < saved.plan.before.macs
+    words = refused("prune", dense, "--latency", 0.001, "--batch", 2, "--criterion", "magnitude", "--out", out)
+    assert "--latency 0.001 cannot be reached" in words
+    assert "--latency" in refused("prune", dense, "--latency", 0.5, "--flops", 0.5, "--out", out)
+
+
 def test_version_and_help_with_examples() -> None:
     assert ok("--version") == f"hap {hap.__version__}\n"
     for command in ("demo", "train", "score", "prune", "finetune", "run", "eval", "export", "info", "report",

@@ -208,7 +208,8 @@ def test_a_plan_alone_cannot_meet_a_budget_of_time() -> None:
 
 def test_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the real clock: no promise of figures, but of a smaller network that works."""
-    monkeypatch.setattr(hap.timed_planning, "MOST_RUNS", 15)
+    for name in ("RUNS", "MOST_RUNS"):
+        monkeypatch.setattr(hap.timed_planning, name, 5)
     model, example = small()
     plan = hap.prune_(model, torch.cat([example] * 16), criterion="magnitude", latency=0.8, threads=1)
     assert plan.after.macs < plan.before.macs
