@@ -190,7 +190,9 @@ def test_prune_to_a_share_of_the_time(dense: Path, tmp_path: Path, monkeypatch: 
     for name in ("RUNS", "MOST_RUNS"):
         monkeypatch.setattr(hap.timed_planning, name, 5)
     out = tmp_path / "fast.safetensors"
-    said = ok("prune", dense, "--latency", 0.85, "--batch", 64, "--threads", 1, "--criterion", "magnitude", "--out", out)
+    said = ok(
+        "prune", dense, "--latency", 0.85, "--batch", 64, "--threads", 1, "--criterion", "magnitude", "--out", out
+    )
     saved = hap.read(out)
     how = saved.about["prune"]
     assert (how["latency"], how["backend"], how["threads"], how["batch"]) == (0.85, "eager", 1, 64)
