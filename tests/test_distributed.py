@@ -1,7 +1,11 @@
-"""One process and several give the same scores."""
+"""One process and several give the same scores, the same plan and the same training."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from typer.testing import CliRunner
 
 import hap
 from cases import CASES
+from hap import distributed
+from hap.cli import app
+from hap.scoring import gauss_newton
 
 CRITERIA = {
     "exact": hap.HessianTrace(method="exact"),
@@ -36,13 +47,74 @@ def scored(criterion: str, share: list[tuple[torch.Tensor, torch.Tensor]]) -> di
     return dict(hap.score(model, hap.trace(model, example), share, F.cross_entropy, CRITERIA[criterion]))
 
 
+def plan_of(scores: dict[str, torch.Tensor]) -> str:
+    model, example = CASES["residual"]()
+    return hap.plan(hap.trace(model, example), hap.Scores(scores), hap.Budget(params=0.5)).to_json()
+
+
+def sharded_scores(share: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Scores of a model whose parameters lie in shards over the processes, block by block."""
+    model, example = CASES["residual"]()
+    groups, mesh = hap.trace(model, example), init_device_mesh("cpu", (2,))
+    for block in (*model.children(), model):
+        if next(block.parameters(), None) is not None:
+            fully_shard(block, mesh=mesh)
+    return dict(hap.score(model, groups, share, F.cross_entropy, CRITERIA["exact"])), model
+
+
+def trained() -> dict[str, torch.Tensor]:
+    """A network without BatchNorm, whose statistics would be those of each process's part of a batch."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (24, 1, 6, 6), dtype=torch.uint8, generator=generator)
+    split = hap.data.Split(images, torch.randint(0, 3, (24,), generator=generator))
+    data = hap.data.Data(split, split, 3, (0.5,), (0.5,), "noise")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    history = hap.train(model, data, hap.Recipe(epochs=2, batch=8, lr=0.05, ema=0.9, warmup=0), progress=False)
+    assert history.epochs == 2
+    return {n: p.detach() for n, p in model.named_parameters()} | {"loss": torch.tensor(history.loss)}
+
+
 def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.set_num_threads(1)
     for criterion in CRITERIA:
         share = batches()[:1] if rank == 0 else batches()[1:]
         torch.save(scored(criterion, share), f"{folder}/{criterion}-{rank}.pt")
+    text = distributed.from_first(lambda: plan_of(torch.load(f"{folder}/exact-0.pt", weights_only=True)))
+    Path(f"{folder}/plan-{rank}.json").write_text(text)
+    torch.save(trained(), f"{folder}/trained-{rank}.pt")
+    even = [(x[: len(x) // 2 * 2], y[: len(y) // 2 * 2]) for x, y in batches()]
+    for name, at_once in (("whole", 5), ("parts", 2)):
+        gauss_newton.Survey.vectors_at_once = lambda self, n=at_once: n
+        scores, model = sharded_scores(distributed.shard(even))
+        torch.save(scores, f"{folder}/sharded-{name}-{rank}.pt")
+    sharded = all(distributed.is_sharded(p) and p.grad is None for p in model.parameters())
+    Path(f"{folder}/sharded-{rank}.txt").write_text(f"{sharded}\n" + "\n".join(refusals(rank, model)))
     dist.destroy_process_group()
+
+
+def refusals(rank: int, sharded: nn.Module) -> list[str]:
+    """What the processes say to what cannot be done together."""
+
+    def fail() -> str:
+        raise hap.HapError("no plan")
+
+    plain, example = CASES["residual"]()
+    groups = hap.trace(plain, example)
+    calls = (
+        lambda: distributed.from_first(fail),
+        lambda: distributed.agree(rank, "the epoch"),
+        lambda: distributed.shard([(torch.zeros(1, 2), torch.zeros(1))]) if rank else fail(),
+        lambda: hap.score(sharded, groups, batches(), F.cross_entropy, "taylor"),
+        lambda: hap.score(sharded, groups, batches()[rank:], F.cross_entropy, CRITERIA["exact"]),
+    )
+    said = []
+    for call in calls:
+        with pytest.raises(hap.HapError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +124,106 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def same(seen: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+    assert seen.keys() == wanted.keys()
+    return all(float((seen[n] - wanted[n]).abs().max()) <= tolerance * float(wanted[n].abs().max()) for n in wanted)
+
+
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_two_processes_score_like_one(criterion: str, folder: Path) -> None:
     alone = scored(criterion, batches())
     for rank in range(2):
-        shared = torch.load(folder / f"{criterion}-{rank}.pt", weights_only=True)
-        assert shared.keys() == alone.keys()
-        for name in alone:
-            assert torch.allclose(shared[name], alone[name], rtol=1e-5, atol=1e-5 * float(alone[name].abs().max()))
+        assert same(torch.load(folder / f"{criterion}-{rank}.pt", weights_only=True), alone)
+
+
+def test_two_processes_plan_like_one(folder: Path) -> None:
+    plans = [(folder / f"plan-{rank}.json").read_text() for rank in range(2)]
+    assert plans[0] == plans[1] == plan_of(scored("exact", batches()))
+
+
+def test_two_processes_train_like_one(folder: Path) -> None:
+    alone = trained()
+    for rank in range(2):
+        assert same(torch.load(folder / f"trained-{rank}.pt", weights_only=True), alone)
+
+
+@pytest.mark.parametrize("at_once", ["whole", "parts"])
+def test_sharded_parameters_score_like_whole_ones(at_once: str, folder: Path) -> None:
+    """FSDP2 gathers one block at a time, going forward and back; the model is left in shards, without gradients."""
+    even = [(x[: len(x) // 2 * 2], y[: len(y) // 2 * 2]) for x, y in batches()]
+    alone = scored("exact", even)
+    for rank in range(2):
+        assert same(torch.load(folder / f"sharded-{at_once}-{rank}.pt", weights_only=True), alone, 1e-12)
+        assert (folder / f"sharded-{rank}.txt").read_text().startswith("True\n")
+
+
+def test_what_cannot_be_done_together_is_refused_everywhere(folder: Path) -> None:
+    for rank in range(2):
+        plan, epoch, samples, taylor, uneven = (folder / f"sharded-{rank}.txt").read_text().splitlines()[1:]
+        assert plan == "no plan"
+        assert epoch == "the epoch differs between the processes: [0, 1]; expected the same everywhere"
+        assert "has no sample" in samples if rank else samples == "no plan"
+        assert "sharded over the processes" in taylor and "sampled" in taylor
+        assert "number of batches" in uneven
+
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+PRUNE = ["prune", "--params", "0.5", "--calibration", "16", "--device", "cpu"]
+DIES = "import hap, os; hap.score = lambda *_: os._exit(7)"
+
+
+def together(arguments: list[str], before: tuple[str, str] = ("", "")) -> list[subprocess.CompletedProcess[str]]:
+    """`python -m hap ARGUMENTS` in two processes as torchrun starts them, each after some code of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    code = "{}\nimport runpy, sys; sys.argv[0] = 'hap'; runpy.run_module('hap', run_name='__main__')"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code.format(first), *arguments],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank, first in enumerate(before)
+    ]  # fmt: skip
+    ended = []
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    return ended
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = hap.models.build("digits_resnet").eval()
+    about = {"model": "digits_resnet", "classes": 10, "data": "digits", "input": [1, 8, 8]}
+    return hap.save(tmp_path / "dense.safetensors", model, about=about)
+
+
+def test_a_command_in_two_processes(dense: Path, tmp_path: Path) -> None:
+    """Planned like one process, written once, shown once."""
+    ended = together([*PRUNE, str(dense), "--out", str(tmp_path / "two.safetensors")])
+    assert [e.returncode for e in ended] == [0, 0], ended
+    assert "wrote" in ended[0].stdout and not ended[1].stdout
+    alone = CliRunner().invoke(app, [*PRUNE, str(dense), "--out", str(tmp_path / "one.safetensors")])
+    assert alone.exit_code == 0
+    assert hap.read(tmp_path / "two.safetensors").plan == hap.read(tmp_path / "one.safetensors").plan
+
+
+def test_a_process_that_dies_ends_the_others(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "pruned.safetensors"
+    ended = together([*PRUNE, str(dense), "--out", str(out)], ("", DIES))
+    assert ended[1].returncode == 7
+    assert ended[0].returncode == 1
+    assert "error: process 0 of 2 has lost another one" in ended[0].stderr and "Traceback" not in ended[0].stderr
+    assert list(out.parent.iterdir()) == []
+
+
+def test_commands_for_one_process_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "processes", lambda: 2)
+    ended = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
+    assert ended.exit_code == 2 and "hap demo runs in one process" in ended.stderr
+    assert not (tmp_path / "demo").exists()

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hap.distributed import may_write
 from hap.errors import HapError
 
 
 def write_atomic(path: str | Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step.
 
-    Missing folders are made. When `write` fails, an older file at `path` stays as it was.
+    Missing folders are made. When `write` fails, an older file at `path` stays as it was. Of several processes that
+    torchrun started for one command only the first writes.
     """
+    if not may_write():
+        return
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """The command line: `hap COMMAND`. Errors of the user are one line on stderr and exit status 2."""
 
+from hap import distributed
 from hap.cli.app import app
 from hap.cli.experiments import demo, report, run
 from hap.cli.glue import glue
@@ -20,5 +21,6 @@ for command, name in (
 
 
 def main() -> None:
-    """The entry point of `hap`."""
-    app()
+    """The entry point of `hap`, also for each of the processes that torchrun starts."""
+    with distributed.session():
+        app()

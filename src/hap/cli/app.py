@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import hap
+from hap import distributed
 from hap.cli.screen import error_line
 from hap.cli.wording import in_words_of
 from hap.errors import HapError
@@ -26,6 +27,17 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as error:
             error_line("interrupted: nothing was written; the same command starts again")
             raise typer.Exit(130) from error
+
+
+TOGETHER = ("train", "score", "prune", "finetune", "eval")
+"""Commands that several processes of torchrun carry out together."""
+
+
+def _check_together(command: str | None) -> None:
+    if distributed.processes() > 1 and command not in TOGETHER:
+        raise HapError(
+            f"hap {command} runs in one process; start it without torchrun ({', '.join(TOGETHER)} share work)"
+        )
 
 
 app = typer.Typer(
@@ -47,8 +59,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _hap(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    _check_together(ctx.invoked_subcommand)

@@ -11,6 +11,7 @@ import typer
 from torch import nn
 
 import hap
+from hap import distributed
 from hap.cli.options import (
     Backend,
     Calibration,
@@ -152,6 +153,8 @@ def prune(
       hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
           --threads 1 --device cpu --out runs/fast.safetensors
     """
+    if latency is not None and distributed.processes() > 1:
+        raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency)
     left = 1.0 if latency is not None else channels  # a step has a budget of its own; that of time is met here
     step = PruneStep("prune", criterion, params, flops, left, implant, implant_kind, implant_init, coupling, probes,

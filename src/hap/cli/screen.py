@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hap import distributed
 from hap.experiments.run import Console as Silent
 from hap.plans import Plan
 
@@ -24,7 +25,8 @@ def out() -> Console:
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False)
+    """Stderr, for progress; of several processes that of the first one."""
+    return Console(stderr=True, highlight=False, quiet=not distributed.is_first())
 
 
 def error_line(text: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from torch import nn
 
 import hap
-from hap import models, recipes
+from hap import distributed, models, recipes
 from hap.cli.options import (
     DataRoot,
     DataSpec,
@@ -178,7 +178,8 @@ def _train_and_save(network: nn.Module, data: Data, recipe: Recipe, path: Path, 
             "seconds": sum(history.seconds),
         }  # fmt: skip
         hap.save(path, network, plans, recipe=recipe, metrics=metrics, about=described)
-        state.unlink(missing_ok=True)
+        if distributed.is_first():
+            state.unlink(missing_ok=True)
     say(f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
         f"in {sum(history.seconds):.0f} s")  # fmt: skip
     wrote(path)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
+from hap import distributed
 from hap.data import Batch, Data
 from hap.errors import HapError
 from hap.experiments.config import PruneStep
@@ -41,14 +42,20 @@ def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: 
     say("tracing which channels belong together")
     groups = hap.trace(model, example_of(data).to(batches[0][0].device), step.coupling)
     say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
-    return groups, hap.score(model, groups, batches, F.cross_entropy, step.make_criterion(seed))
+    return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
 
 
 def prune_step(model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int,
                say: Say) -> Plan:  # fmt: skip
     """Plan and apply, in place."""
     say("planning")
-    plan = hap.plan(groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost)
+
+    def make() -> str:
+        return hap.plan(
+            groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost
+        ).to_json()
+
+    plan = Plan.from_json(distributed.from_first(make))
     carry_out(model, data, step, plan, count, seed, say)
     return plan
 
@@ -61,6 +68,7 @@ def carry_out(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count: 
         hap.compensate_(model, plan, batches)
     say("pruning, and checking the result by running it")
     hap.apply_(model, plan, example_of(data).to(batches[0][0].device), batches=batches)
+    distributed.broadcast_(model)
 
 
 def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) -> dict[str, Any]:

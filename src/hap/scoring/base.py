@@ -58,6 +58,11 @@ class Problem:
         return {name: parameters[name].detach() for name in names}
 
     @cached_property
+    def sharded(self) -> bool:
+        """Whether the processes hold shards of the weights, so that all must run the model in step."""
+        return any(distributed.is_sharded(w) for w in self.weights.values())
+
+    @cached_property
     def batches(self) -> list[Batch]:
         """The calibration batches, checked, on the model's device."""
         if self.given is None or self.loss is None:
@@ -69,6 +74,11 @@ class Problem:
     def evaluate(self, weights: dict[str, Tensor], batch: Batch) -> tuple[Any, Tensor]:
         """Output and loss on a batch with these weights in place of the model's own."""
         assert self.loss is not None
+        if weights and self.sharded:
+            raise HapError(
+                "the model's parameters are sharded over the processes, which this criterion cannot work with; use "
+                'HessianTrace(method="exact"), "sampled" or "gauss-newton", or score before sharding'
+            )
         args, kwargs = call_arguments(batch[0])
         try:
             output = torch.func.functional_call(self.model, weights, args, kwargs)
@@ -114,6 +124,7 @@ class Problem:
 
 def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
     """Sum one value per index of a producer's axis (the last of `values`) into one value per unit, in float64."""
+    values = distributed.whole(values)
     owned = torch.from_numpy(np.flatnonzero(producer.unit >= 0)).to(values.device)
     unit = torch.from_numpy(producer.unit[producer.unit >= 0]).to(values.device)
     out = torch.zeros(*values.shape[:-1], len(group), dtype=torch.float64, device=values.device)

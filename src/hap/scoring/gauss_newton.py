@@ -102,7 +102,10 @@ def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: i
         for n, w in problem.weights.items()
     }
     vectors = min(found.vectors_at_once(), draws or found.outputs)
-    pieces = Pieces(found.samples_at_once(vectors, device))
+    pieces = Pieces(distributed.least(found.samples_at_once(vectors, device), device), halve=not problem.sharded)
+    if problem.sharded:
+        for size in (len(problem.batches), *(samples(b) for b in problem.batches)):
+            distributed.agree(size, "the number of batches or of samples in a batch")
     generator = torch.Generator(device).manual_seed(seed + distributed.rank())
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
         curvature = output_curvature(problem, _outputs(problem, batch, pieces), batch)

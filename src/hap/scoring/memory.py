@@ -69,6 +69,7 @@ class Pieces:
     """Work done a piece at a time, at most `size` at once, and by halves of that once memory runs out."""
 
     size: int
+    halve: bool = True
 
     def of(self, count: int, work: Callable[[slice], Result]) -> Iterator[tuple[slice, Result]]:
         """work(part) for consecutive parts of range(count). A part of one that does not fit is an error."""
@@ -79,7 +80,7 @@ class Pieces:
                 result = work(part)
             except torch.OutOfMemoryError:
                 self.size = (part.stop - part.start) // 2
-                if not self.size:
+                if not (self.size and self.halve):
                     raise
                 continue  # only here does the traceback let go of what the failed attempt held
             yield part, result

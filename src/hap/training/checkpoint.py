@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hap import distributed
 from hap.data import Data
 from hap.errors import HapError
 from hap.files import write_atomic
@@ -34,7 +35,8 @@ class Checkpoint:
     def save(self, epoch: int, always: bool) -> None:
         """Write the state after `epoch` epochs, if it is due or `always`."""
         begun = time.monotonic()
-        if self.path is None or not (always or begun - self.written >= WORK_PER_WRITE * self.cost):
+        due = always or begun - self.written >= WORK_PER_WRITE * self.cost
+        if self.path is None or not due or not distributed.is_first():
             return
         tensors = {
             f"{index}.{name}": tensor.detach().cpu().contiguous().clone()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hap import distributed
 from hap.data import Data
 from hap.errors import HapError
 from hap.examples import evaluating
@@ -22,6 +23,9 @@ from hap.training.run import History, Run, epoch_seed
 
 STEPS_BETWEEN_CHECKS = 200
 """How many steps may run before the loss is looked at, which waits for the device."""
+
+SEED_STEP = 7_919
+"""Between the seeds of processes, whose samples differ and whose dropout must too."""
 
 
 def train(
@@ -37,6 +41,7 @@ def train(
 ) -> History:
     """Train `model` in place on the device of its parameters and leave it in eval mode.
 
+    Under torch.distributed all processes call this with the same model and data; each takes its part of every batch.
     With `checkpoint`, the same call takes up an interrupted training after its last written epoch, or returns
     at once when it was finished; the model's weights at the call then do not count. `graphs=False` turns off
     CUDA graphs for networks that cannot be recorded.
@@ -90,15 +95,18 @@ def _train(
             for model, recipe, teacher in zip(models, recipes, teachers, strict=True)
         ]
         checkpoint = Checkpoint(checkpoint_path, runs, data)
-        first, epochs = checkpoint.restore(), recipes[0].epochs
-        step = _side_by_side(runs, graphs and device.type == "cuda")
-        report = stack.enter_context(Report(runs, first, epochs, log_dir, progress))
+        first, epochs = distributed.agree(checkpoint.restore(), "the epoch to go on from"), recipes[0].epochs
+        together = distributed.processes() > 1
+        step = _side_by_side(runs, graphs and device.type == "cuda" and not together)
+        shown = progress and distributed.is_first()
+        report = stack.enter_context(Report(runs, first, epochs, log_dir if distributed.is_first() else None, shown))
         for epoch in range(first, epochs):
             epoch_begun = time.monotonic()
             _run_epoch(runs, data, step, epoch, report)
             last = epoch + 1 == epochs
             now = time.monotonic()
-            out_of_time = seconds is not None and now - begun + (now - epoch_begun) > seconds
+            late = seconds is not None and now - begun + (now - epoch_begun) > seconds
+            out_of_time = distributed.total(late, device) > 0
             _evaluate_runs(runs, data, epoch, always=last or out_of_time)
             report.epoch(epoch)
             checkpoint.save(epoch + 1, always=last or out_of_time)
@@ -114,7 +122,7 @@ def _run_epoch(runs: list[Run], data: Data, step: Step, epoch: int, report: Repo
     begun = time.monotonic()
     steps = runs[0].steps_per_epoch
     # Layers such as dropout draw from the global generators: a seed for each epoch lets training resume.
-    torch.manual_seed(epoch_seed(runs[0].recipe, epoch))
+    torch.manual_seed(epoch_seed(runs[0].recipe, epoch) + SEED_STEP * distributed.rank())
     for index, batches in enumerate(zip(*(run.epoch(data, epoch) for run in runs), strict=True)):
         for run, batch in zip(runs, batches, strict=True):
             run.feed(batch, epoch * steps + index)
@@ -125,19 +133,19 @@ def _run_epoch(runs: list[Run], data: Data, step: Step, epoch: int, report: Repo
     _check_finite(runs, epoch)
     taken = time.monotonic() - begun
     for run in runs:
-        loss = run.loss_sum.item() / steps
-        run.history.loss.append(loss)
+        run.history.loss.append(distributed.mean(run.loss_sum).item() / steps)
         run.history.seconds.append(taken)
-        run.history.images_per_second.append(steps * len(run.y) / taken)
+        run.history.images_per_second.append(steps * run.size / taken)
         run.history.lr.append(run.recipe.learning_rate((epoch + 1) * steps - 1, run.total))
 
 
 def _check_finite(runs: list[Run], epoch: int) -> None:
     for position, run in enumerate(runs):
-        if not math.isfinite(run.loss_sum.item()):
+        loss = distributed.mean(run.loss_sum).item()
+        if not math.isfinite(loss):
             which = f" of model {position}" if len(runs) > 1 else ""
             raise HapError(
-                f"the training loss{which} is {run.loss_sum.item()} in epoch {epoch + 1}: lower the learning "
+                f"the training loss{which} is {loss} in epoch {epoch + 1}: lower the learning "
                 f"rate ({run.recipe.lr}) or raise warmup ({run.recipe.warmup}); the last checkpoint is kept"
             )
 
@@ -145,6 +153,7 @@ def _check_finite(runs: list[Run], epoch: int) -> None:
 def _evaluate_runs(runs: list[Run], data: Data, epoch: int, always: bool) -> None:
     for run in runs:
         due = always or (epoch + 1) % run.recipe.eval_every == 0
+        distributed.broadcast_(run.model)  # running statistics are each process's own
         with run.averaged():
             run.history.accuracy.append(evaluate(run.model, data).accuracy if due else None)
 

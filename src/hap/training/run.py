@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hap import distributed
 from hap.data import Batch, Data
+from hap.errors import HapError
 from hap.recipes import Recipe
 
 
@@ -43,15 +45,21 @@ class History:
 
 
 class Run:
-    """A model, its optimizer, its running average, and the fixed buffers that a step reads and writes."""
+    """A model, its optimizer, its running average, and the fixed buffers that a step reads and writes.
+
+    Of several processes each takes its part of every batch, and gradients are averaged over all of them; the batch
+    size of the recipe is that of all together.
+    """
 
     def __init__(
         self, model: nn.Module, data: Data, recipe: Recipe, teacher: nn.Module | None, device: torch.device
     ) -> None:
         self.model, self.recipe, self.teacher, self.device = model, recipe, teacher, device
         self.history = History()
-        size = min(recipe.batch, len(data.train))
-        self.steps_per_epoch = len(data.train) // size
+        self.size = min(recipe.batch, len(data.train))
+        self.steps_per_epoch = len(data.train) // self.size
+        self.network = _in_step(model, device)
+        size = _own_share(self.size)
         self.total = self.steps_per_epoch * recipe.epochs
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = _sgd(list(self.parameters.values()), recipe, device)
@@ -67,7 +75,9 @@ class Run:
         """The batches of one epoch, which depend on the seed and the epoch alone."""
         self.loss_sum.zero_()
         generator = torch.Generator().manual_seed(epoch_seed(self.recipe, epoch))
-        return data.epoch(len(self.y), generator, self.recipe.augment)
+        batches = data.epoch(self.size, generator, self.recipe.augment)
+        own = slice(distributed.rank(), None, distributed.processes())
+        return ((x[own], y[own]) for x, y in batches)
 
     def feed(self, batch: Batch, step: int) -> None:
         """Put a batch and the rates of step `step`, counted from the start of training, into the buffers."""
@@ -100,7 +110,7 @@ class Run:
         recipe = self.recipe
         # Cached casts would outlive the recording of a graph, hence no cache.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
-            logits = self.model(self.x)
+            logits = self.network(self.x)
             with torch.no_grad():
                 guide = self.teacher(self.x) if self.teacher is not None and recipe.distill else None
         loss = functional.cross_entropy(logits.float(), self.y, label_smoothing=recipe.label_smoothing)
@@ -141,6 +151,22 @@ class Run:
             # The update kernels want momentum laid out in memory like its parameter.
             buffer = torch.empty_like(parameter, requires_grad=False).copy_(momentum)
             self.optimizer.state[parameter]["momentum_buffer"] = buffer
+
+
+def _in_step(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model itself, or with several processes the model whose gradients are averaged over all of them."""
+    if distributed.processes() == 1:
+        return model
+    return nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
+def _own_share(batch: int) -> int:
+    """This process's part of a batch; parts of one size, so that the mean over processes is that over samples."""
+    if batch % distributed.processes():
+        raise HapError(
+            f"a batch of {batch} cannot be shared evenly by {distributed.processes()} processes; set --batch"
+        )
+    return batch // distributed.processes()
 
 
 def epoch_seed(recipe: Recipe, epoch: int) -> int:
