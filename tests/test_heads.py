@@ -258,6 +258,13 @@ def test_whole_adds_the_output_slice_to_others(encoder: Any, criterion: hap.Crit
     assert hap.Whole(criterion).to_dict() == {"name": "whole", "of": criterion.to_dict()}
 
 
+def test_the_hessian_sees_through_fused_attention(encoder: Any) -> None:
+    model, example, batches = encoder
+    groups = units_of(hap.trace(model, example), "heads")
+    scores = hap.score(model, groups, batches, F.cross_entropy, hap.HessianTrace("hutchinson", probes=2))
+    assert all(v.isfinite().all() and (v != 0).all() for v in scores.values())
+
+
 def test_whole_refuses_what_knows_rows_only() -> None:
     with pytest.raises(hap.HapError, match="use JointTrace"):
         hap.Whole(hap.HessianTrace())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap import distributed
 from hap.errors import HapError
@@ -47,7 +48,8 @@ class Hessian:
         """The gradients with their graph, and the bytes it holds."""
         weights = list(self.weights.values())
         try:
-            with torch.enable_grad(), held_by_graph() as held:
+            # fused attention has no second derivative
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), held_by_graph() as held:
                 _, loss = self.problem.evaluate(self.weights, batch)
                 gradients = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
         except torch.OutOfMemoryError as error:
