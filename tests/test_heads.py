@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from exact import full_hessian
 from hap.blocks import units_of
 from hap.groups import Groups
 from hap.scoring.heads import owned
-from huggingface import HEADS, HIDDEN, LAYERS, SETTINGS, small
+from huggingface import HEADS, HIDDEN, LAYERS, SETTINGS, library, small
 
 
 class Encoder(nn.Module):
@@ -392,3 +395,18 @@ def test_an_encoder_without_half_its_heads_trains_and_exports(tmp_path: Any) -> 
     inputs = {i.name: v.numpy() for i, v in zip(session.get_inputs(), example.values(), strict=True)}
     seen = torch.from_numpy(session.run(None, inputs)[0])
     torch.testing.assert_close(seen, run(model, example)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_encoder_decoder_example() -> None:
+    library()
+    path = Path(__file__).parents[1] / "examples" / "encoder_decoder.py"
+    example: Any = SimpleNamespace(**runpy.run_path(str(path)))
+    assert example.spell(4072) == "four thousand seventy two".split() and example.spell(319)[-1] == "nineteen"
+    inputs, labels = example.batch([7, 40])
+    words = [[example.VOCABULARY[i] for i in row if i >= 0] for row in labels]
+    assert words == [["seven", "</s>"], ["forty", "</s>"]] and inputs["decoder_input_ids"][0, 1] == labels[0, 0]
+    rows = example.experiment(seed=0, steps=8, share=0.5)
+    assert [row["criterion"] for row in rows] == ["dense", "hessian", "gradient", "magnitude", "random"]
+    for row in rows[1:]:
+        assert sum(row["heads_left"].values()) == 12 and len(row["heads_left"]) == 6 and all(row["heads_left"].values())
+        assert any("encoder_attn" in name for name in row["heads_left"])
