@@ -101,19 +101,19 @@ class CostModel:
         self._starts = np.cumsum([1, *(len(groups.axes[k]) for k in keys[:-1])]) if keys else np.zeros(0, np.int64)
         self._slot = {key: i for i, key in enumerate(keys)}
         self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
-        self._fixed = {
-            name: int(np.prod([s for d, s in enumerate(shape) if (name, d) not in groups.axes], dtype=np.int64))
-            for name, shape in groups.shapes.items()
-        }
-        self._axes_of: dict[str, list[int]] = {name: [] for name in groups.shapes}
+        uncut = [[s for d, s in enumerate(shape) if (n, d) not in groups.axes] for n, shape in groups.shapes.items()]
+        self._fixed = np.array([np.prod(sizes, dtype=np.int64) for sizes in uncut], dtype=np.int64)
+        axes_of: dict[str, list[int]] = {name: [len(keys)] for name in groups.shapes}  # where _sizes puts a 1
         for (name, _), i in self._slot.items():
-            self._axes_of[name].append(i)
+            axes_of[name].append(i)
+        self._axes = np.concatenate([np.zeros(0, np.int64), *axes_of.values()]).astype(np.int64)
+        self._ends = np.cumsum([len(axes) for axes in axes_of.values()], dtype=np.int64)
 
     def __call__(self, kept: Bools, grafted: Bools) -> Cost:
         """`kept` and `grafted` mark classes; a grafted class is also kept."""
         live = self.groups.alive(kept)
         lengths = self._lengths(live)
-        sizes = {n: self._fixed[n] * int(np.prod(lengths[a], dtype=np.int64)) for n, a in self._axes_of.items()}
+        sizes = self._sizes(lengths)
         macs = {t.weight: 0 for t in self.groups.terms}
         for term in self.groups.terms:
             macs[term.weight] += term.positions * sizes[term.weight]
@@ -123,6 +123,14 @@ class CostModel:
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs
         return Cost(params, total, int(live[self._units].sum()))
+
+    def _sizes(self, lengths: Any) -> dict[str, int]:
+        """The number of values of each tensor: the product of its axes' lengths."""
+        if not len(self._ends):
+            return {}
+        factors = np.append(lengths, 1)[self._axes]
+        products = self._fixed * np.multiply.reduceat(factors, np.append(0, self._ends[:-1]))
+        return dict(zip(self.groups.shapes, products.tolist(), strict=True))
 
     def _lengths(self, marked: Bools) -> Any:
         if not len(self._starts):

@@ -246,13 +246,14 @@ class _Search:
 
 def _kinds(groups: Groups, classes: Ints) -> Ints:
     """A number for each unit: equal for units that stand on the same axes equally often, and so cost the same."""
-    marks: dict[int, list[tuple[int, int]]] = {c: [] for c in classes.tolist()}
-    for number, labels in enumerate(groups.axes.values()):
-        for c, count in zip(*(x.tolist() for x in np.unique(labels, return_counts=True)), strict=True):
-            if c in marks:
-                marks[c].append((number, count))
-    numbers: dict[tuple[tuple[int, int], ...], int] = {}
-    return np.array([numbers.setdefault(tuple(marks[c]), len(numbers)) for c in classes.tolist()], dtype=np.int64)
+    kind = np.zeros(groups.classes, dtype=np.int64)  # refined axis by axis
+    number = 1
+    for labels in groups.axes.values():
+        members, times = np.unique(labels, return_counts=True)
+        found, finer = np.unique(kind[members] * (len(labels) + 1) + times, return_inverse=True)
+        kind[members] = number + finer
+        number += len(found)
+    return kind[classes]
 
 
 def _eligible(groups: Groups) -> Bools:

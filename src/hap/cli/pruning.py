@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,9 +174,14 @@ def prune(
         else:
             tell("pruning copies and timing them")
             images = example_of(found, batch).to(next(iter(network.parameters())).device)
-            timed = hap.plan_for_latency(network, groups, values, images, budget, step.make_implant(), step.limits(),
-                                         per_cost=per_cost, backend=backend, threads=threads)  # fmt: skip
-            timing, plan = _timing(timed, latency, batch), timed.plan
+
+            def timed() -> str:
+                made = hap.plan_for_latency(network, groups, values, images, budget, step.make_implant(), step.limits(),
+                                            per_cost=per_cost, backend=backend, threads=threads)  # fmt: skip
+                return json.dumps({"plan": made.plan.to_dict(), "timing": _timing(made, latency, batch)})
+
+            answer = json.loads(distributed.from_first(timed))  # each process would measure something else
+            plan, timing = Plan.from_dict(answer["plan"]), answer["timing"]
             carry_out(network, found, step, plan, calibration, seed, tell)
     after, cost_after = hap.evaluate(network, found), _cost(network, found)
     _show(plan, (before.accuracy, after.accuracy), (cost_before, cost_after))
