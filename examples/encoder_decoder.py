@@ -107,7 +107,7 @@ def experiment(seed: int, steps: int, share: float) -> list[dict[str, Any]]:
         plan = hap.plan(heads, hap.score(dense, heads, batches, loss_of, criterion), hap.Budget(channels=share))
         model = hap.apply_(copy.deepcopy(dense), plan, example)
         before = spelled_right(model, held_out)
-        train(model, seen, steps // 4, 1e-3, seed)
+        train(model, seen, steps // 8, 1e-3, seed)
         rows.append({
             "seed": seed, "criterion": name, "heads": share, "before_tuning": before,
             "accuracy": spelled_right(model, held_out), "heads_left": {n: len(k) for n, k in plan.kept.items()},
@@ -118,7 +118,7 @@ def experiment(seed: int, steps: int, share: float) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--share", type=float, default=0.5, help="of the heads that is LEFT")
     parser.add_argument("--out", type=Path, default=Path("results/heads/encoder-decoder.json"))
     given = parser.parse_args()
