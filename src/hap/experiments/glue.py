@@ -324,7 +324,7 @@ def step_memory(model: nn.Module, data: Encoded, tuning: Tuning) -> int | None:
     other = copy.deepcopy(model)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     with peak_memory(data.labels.device) as peak:
-        tune([other], data, replace(tuning, epochs=1, most_steps=3), graphs=False)
+        tune([other], data, replace(tuning, epochs=1, most_steps=8), graphs=False)
     assert peak.bytes is not None
     return peak.bytes - held
 

@@ -75,6 +75,7 @@ def tune(models: Sequence[nn.Module], data: Encoded, tuning: Tuning, graphs: boo
     total = tuning.steps(len(data))
     runs = [_Run(model, tuning, device) for model in models]
     feeds: dict[int, _Feed] = {}
+    pool = torch.cuda.graph_pool_handle() if graphs and device.type == "cuda" else None
     marks = [total * (i + 1) // 10 for i in range(10)]
     torch.manual_seed(tuning.seed)
     begun = time.monotonic()
@@ -82,7 +83,7 @@ def tune(models: Sequence[nn.Module], data: Encoded, tuning: Tuning, graphs: boo
         for step, batch in zip(range(total), _batches(data, tuning), strict=False):
             width = next(iter(batch[0].values())).shape[1]
             if width not in feeds:
-                feeds[width] = _Feed(batch, runs, graphs and device.type == "cuda")
+                feeds[width] = _Feed(batch, runs, pool)
             feeds[width].put(batch)
             for run in runs:
                 run.set_rate(tuning.rate(step, total))
@@ -112,12 +113,15 @@ def _training(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Feed:
-    """The fixed tensors that a step reads for texts of one padded length, and the step of all runs on them."""
+    """The fixed tensors that a step reads for texts of one padded length, and the step of all runs on them.
 
-    def __init__(self, batch: Batch, runs: Sequence[_Run], captured: bool):
+    A step leaves nothing behind but weights, so the recordings of all lengths share one `pool` of memory.
+    """
+
+    def __init__(self, batch: Batch, runs: Sequence[_Run], pool: Any):
         self.inputs, self.labels = {k: v.clone() for k, v in batch[0].items()}, batch[1].clone()
         steps: list[Step] = [partial(run.step, self.inputs, self.labels) for run in runs]
-        self.step: Callable[[], None] = Captured(steps) if captured else in_turn(steps)
+        self.step: Callable[[], None] = in_turn(steps) if pool is None else Captured(steps, pool)
 
     def put(self, batch: Batch) -> None:
         for name, values in batch[0].items():

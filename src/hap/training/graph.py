@@ -1,6 +1,7 @@
 """Running one step of several models: in turn, or recorded as parallel branches of one CUDA graph."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,8 +31,9 @@ class Captured:
     before its step, and the caller's waits for all of them after, in the graph as outside.
     """
 
-    def __init__(self, steps: list[Step]) -> None:
-        self.steps = steps
+    def __init__(self, steps: list[Step], pool: Any = None) -> None:
+        """Graphs that share a `pool` of memory must not need anything that another one leaves there."""
+        self.steps, self.pool = steps, pool
         self.streams = [torch.cuda.Stream() for _ in steps]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
@@ -57,7 +59,7 @@ class Captured:
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 self._fork_and_join()
         except RuntimeError as error:
             raise HapError(
