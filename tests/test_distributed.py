@@ -86,7 +86,7 @@ def work(rank: int, folder: str) -> None:
     torch.save(trained(), f"{folder}/trained-{rank}.pt")
     even = [(x[: len(x) // 2 * 2], y[: len(y) // 2 * 2]) for x, y in batches()]
     for name, at_once in (("whole", 5), ("parts", 2)):
-        gauss_newton.Survey.vectors_at_once = lambda self, n=at_once: n
+        gauss_newton.Survey.vectors_at_once = lambda self, count, n=at_once: n
         scores, model = sharded_scores(distributed.shard(even))
         torch.save(scores, f"{folder}/sharded-{name}-{rank}.pt")
     sharded = all(distributed.is_sharded(p) and p.grad is None for p in model.parameters())

@@ -14,6 +14,7 @@ Memory: what the forward pass keeps, as in training, and K gradients of the larg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,9 +52,11 @@ class Survey:
     graph: int = 0
     largest: int = 0
 
-    def vectors_at_once(self) -> int:
-        """As many as keep the whole within twice a training step's memory, which holds more than this graph does."""
-        return max(int(1.5 * self.graph) // max(LIVE * self.largest, 1), 1)
+    def vectors_at_once(self, count: int) -> int:
+        """How many of `count` vectors keep the whole within twice a training step's memory, which holds more than this
+        graph does; in passes of about equal size."""
+        most = max(int(1.5 * self.graph) // max(LIVE * self.largest, 1), 1)
+        return math.ceil(count / math.ceil(count / most))
 
     def samples_at_once(self, vectors: int, device: torch.device) -> int:
         fitting = max(budget(device) // max(self.graph + LIVE * vectors * self.largest, 1), 1)
@@ -101,7 +104,7 @@ def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: i
         n: torch.zeros(max(draws, 1), w.shape[dims[n]], dtype=torch.float64, device=device)
         for n, w in problem.weights.items()
     }
-    vectors = min(found.vectors_at_once(), draws or found.outputs)
+    vectors = found.vectors_at_once(draws or found.outputs)
     pieces = Pieces(distributed.least(found.samples_at_once(vectors, device), device), halve=not problem.sharded)
     if problem.sharded:
         for size in (len(problem.batches), *(samples(b) for b in problem.batches)):

@@ -67,7 +67,7 @@ class HessianTrace(Criterion):
     method: str = "auto"
     probes: int = 300
     chunk: int | None = None
-    draws: int = 16
+    draws: int = 8
     seed: int = 0
     settle: float | None = None
 
