@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import runpy
 from functools import cache
 from pathlib import Path
@@ -410,3 +411,13 @@ def test_the_encoder_decoder_example() -> None:
     for row in rows[1:]:
         assert sum(row["heads_left"].values()) == 12 and len(row["heads_left"]) == 6 and all(row["heads_left"].values())
         assert any("encoder_attn" in name for name in row["heads_left"])
+
+
+def test_the_manual_shows_what_the_example_measured() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "results" / "heads" / "encoder-decoder.json").read_text())["rows"]
+    text = (root / "docs" / "heads.md").read_text()
+    order = ["dense", "hessian", "gradient", "magnitude", "random"]
+    for field, names in (("accuracy", order), ("before_tuning", order[1:])):
+        means = [np.mean([row[field] for row in rows if row["criterion"] == name]) for name in names]
+        assert " | ".join(f"{100 * mean:.1f}" for mean in means) + " |" in text
