@@ -166,12 +166,16 @@ def session() -> Iterator[None]:
     dist.init_process_group(backend)
     global _in_session
     _in_session = True
-    signal.signal(signal.SIGTERM, _terminated)
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _terminated))
         if not is_first():
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
             yield
+        except SystemExit as ended:  # how a command ends, well or not; after a failure the others may not answer
+            if not ended.code:
+                dist.destroy_process_group()
+            raise
         except RuntimeError as error:
             if isinstance(error, HapError) or not _lost(error):
                 raise
@@ -180,7 +184,6 @@ def session() -> Iterator[None]:
                 "its own message says why. Nothing was written that is not complete.\n"
             )
             raise SystemExit(1) from error
-    dist.destroy_process_group()
 
 
 def _terminated(*_: Any) -> None:
