@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
             "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
         ) from error
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    converted = torch.onnx.export(program, dynamo=True, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch.onnx uses what torch gives up; nobody here can help it
+        converted = torch.onnx.export(program, dynamo=True, verbose=False)
     assert converted is not None
     converted.save(str(path), external_data=False)
