@@ -90,7 +90,7 @@ def spelled_right(model: nn.Module, numbers: list[int]) -> float:
     return float(right.all(1).double().mean())
 
 
-def experiment(seed: int, steps: int, share: float) -> list[dict[str, Any]]:
+def experiment(seed: int, steps: int, share: float, probes: int = 30) -> list[dict[str, Any]]:
     numbers = random.Random(seed).sample(range(10_000), 10_000)
     seen, held_out = numbers[:4000], numbers[4000:5000]
     dense = build(seed)
@@ -101,7 +101,7 @@ def experiment(seed: int, steps: int, share: float) -> list[dict[str, Any]]:
     groups = hap.trace(dense, example)
     heads = hap.only(groups, hap.heads(groups))
     for name, criterion in {
-        "hessian": hap.JointTrace(probes=30, seed=seed), "gradient": hap.GateGradient(),
+        "hessian": hap.JointTrace(probes=probes, seed=seed), "gradient": hap.GateGradient(),
         "magnitude": hap.Whole(hap.Magnitude()), "random": hap.Random(seed),
     }.items():  # fmt: skip
         plan = hap.plan(heads, hap.score(dense, heads, batches, loss_of, criterion), hap.Budget(channels=share))

@@ -406,7 +406,7 @@ def test_the_encoder_decoder_example() -> None:
     inputs, labels = example.batch([7, 40])
     words = [[example.VOCABULARY[i] for i in row if i >= 0] for row in labels]
     assert words == [["seven", "</s>"], ["forty", "</s>"]] and inputs["decoder_input_ids"][0, 1] == labels[0, 0]
-    rows = example.experiment(seed=0, steps=8, share=0.5)
+    rows = example.experiment(seed=0, steps=8, share=0.5, probes=2)
     assert [row["criterion"] for row in rows] == ["dense", "hessian", "gradient", "magnitude", "random"]
     for row in rows[1:]:
         assert sum(row["heads_left"].values()) == 12 and len(row["heads_left"]) == 6 and all(row["heads_left"].values())
