@@ -833,6 +833,75 @@ def standardised_weight() -> Any:
 
 
 @case
+def filtered_by_activations() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        w = m.b.weight * m.gate(pooled(x).mean(0)).view(-1, 1, 1, 1)
+        return m.head(pooled(F.relu(m.c(F.relu(F.conv2d(m.a(x), w, padding=1))))))
+
+    return (
+        Net(run, a=conv_bn_relu(3, 6), b=conv(6, 7), gate=nn.Linear(3, 7), c=conv(7, 6), head=nn.Linear(6, 5)),
+        images(),
+    )
+
+
+@case
+def transposed_weights() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(pooled(m.a(x)) @ m.b.weight.T + m.b.bias)
+        one, two = m.c.weight.chunk(2)
+        left, right = m.c.bias.chunk(2)
+        return m.head(F.relu(F.linear(y, one, left)) * F.linear(y, two, right))
+
+    return (
+        Net(run, a=conv_bn_relu(3, 6), b=nn.Linear(6, 7), c=nn.Linear(7, 10), head=nn.Linear(5, 3)),
+        images(),
+    )
+
+
+@case
+def weight_normalised() -> Any:
+    made = nn.utils.parametrizations.weight_norm(conv(6, 7))
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.head(pooled(F.relu(m.c(F.relu(m.b(m.a(x)))))))
+
+    return Net(run, a=conv_bn_relu(3, 6), b=made, c=conv(7, 6), head=nn.Linear(6, 5)), images()
+
+
+@case
+def split_by_tuple() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        gate, plain, mixed = torch.split(m.a(x), m.sizes, 1)
+        return m.head(pooled(F.gelu(gate) * torch.cat([plain, m.b(mixed)], 1)))
+
+    model = Net(run, a=conv(3, 24), b=conv(8, 8, groups=8), head=nn.Linear(12, 5))
+    model.sizes = (12, 4, 8)
+    return model, images()
+
+
+@case
+def multihead_attention() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        tokens = m.a(x).flatten(2).transpose(1, 2)
+        y = tokens + m.own(tokens, tokens, tokens, need_weights=False)[0]
+        return m.head(m.cross(y, tokens, tokens + 1)[0].mean(1))
+
+    own, cross = (nn.MultiheadAttention(12, 4, batch_first=True) for _ in range(2))
+    return Net(run, a=conv(3, 12, stride=2), own=own, cross=cross, head=nn.Linear(12, 5)), images()
+
+
+@case
+def inside_autocast() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(m.a(x)).flatten(2).transpose(1, 2)
+        with torch.autocast("cpu", enabled=False):
+            y = F.relu(m.b(y))
+        return m.head(y.mean(1))
+
+    return Net(run, a=conv(3, 6, stride=2), b=nn.Linear(6, 7), head=nn.Linear(7, 5)), images()
+
+
+@case
 def spatial_parameters() -> Any:
     def run(m: Any, x: Tensor) -> Tensor:
         y = m.a(x) + m.plane

@@ -27,7 +27,7 @@ COUPLINGS = ("joint", "union")
 
 @cache
 def traced(name: str, coupling: str) -> Groups:
-    return hap.trace(*CASES[name](), coupling=coupling)
+    return hap.trace(*CASES[name](), coupling=coupling, stream=True)
 
 
 def run(model: nn.Module, example: Any) -> list[Any]:

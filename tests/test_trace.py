@@ -103,7 +103,7 @@ def test_union_groups(name: str) -> None:
         ("split_concat", "stem.0", "counts on its size"),
         ("spatial_attention", "mean", "reduces over an axis"),
         ("softmax_over_channels", "softmax", "normalises over an axis"),
-        ("standardised_weight", "conv2d", "its weight is computed"),
+        ("filtered_by_activations", "conv2d", "its weight is computed"),
         ("plain", "4", "an output of the model"),
     ],
 )
@@ -156,7 +156,7 @@ def test_structure_is_sound(name: str, coupling: str) -> None:
 @both
 @every_case
 def test_same_again(name: str, coupling: str) -> None:
-    again = hap.trace(*CASES[name](), coupling=coupling)
+    again = hap.trace(*CASES[name](), coupling=coupling, stream=True)
     first = traced(name, coupling)
     assert list(again) == list(first)
     assert hap.draft(again, {}).to_dict() == hap.draft(first, {}).to_dict()
@@ -182,7 +182,7 @@ def test_ignore_one_branch_of_a_stream(ignored: str) -> None:
 
 
 # Frozen by the model's own input or output, which needs no word more.
-KNOWN = ("residual_on_input", "depthwise_of_input_on_sum", "outputs_in_dict")
+KNOWN = ("weight_normalised", "residual_on_input", "depthwise_of_input_on_sum", "outputs_in_dict")
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"tied_parameters", "tied_on_two_sums", "module_with_two_names"}))
@@ -257,3 +257,10 @@ class Dynamic(nn.Module):
 def test_a_computed_weight_is_curved() -> None:
     groups = hap.trace(Dynamic().double().eval(), torch.randn(3, 6, dtype=torch.float64))
     assert groups.curved is not None
+
+
+def test_the_residual_stream_is_left_alone_unless_asked_for() -> None:
+    model, example = CASES["convnext_block"]()
+    groups = hap.trace(model, example)
+    assert set(groups) == {"up"} and "ask for it with stream=True" in str(groups)
+    assert set(hap.trace(model, example, stream=True)) == {"stem", "up"}

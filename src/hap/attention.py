@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from hap import rules
+from hap import rules, weights
 from hap.groups import Product
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     if min(len(rules.shape_of(a)), len(rules.shape_of(b))) < 2:
         return rules.freeze_all(tracer, node)
-    if tracer.parameter(b) is not None and len(rules.shape_of(b)) == 2:
-        return _transposed_linear(tracer, node, a, b)
+    if (weight := weights.view_of(tracer, b)) is not None and len(rules.shape_of(b)) == 2:
+        return _transposed_linear(tracer, node, a, weight)
     labels = [tracer.labels(x) for x in (a, b)]
     return product(tracer, "matmul", labels[0], rules.shape_of(a), labels[1], rules.shape_of(b))
 
@@ -58,20 +58,19 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
 def addmm(tracer: Tracer, node: fx.Node) -> Any:
     """bias + x @ W with the weight as a parameter, as in GPT-2's layers."""
     bias, x, weight = node.args[:3]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    if tracer.parameter(weight) is None or tracer.parameter(bias) is None:
-        return rules.freeze_all(tracer, node)
-    labels = _transposed_linear(tracer, node, x, weight)
+    assert isinstance(x, fx.Node)
+    if (view := weights.view_of(tracer, weight)) is None:
+        return rules.freeze_all(tracer, node, rules.COMPUTED)
+    labels = _transposed_linear(tracer, node, x, view)
     rules.tie_bias(tracer, [bias], labels.flatten().numpy())
     return labels
 
 
-def _transposed_linear(tracer: Tracer, node: fx.Node, x: fx.Node, weight_node: fx.Node) -> Tensor:
+def _transposed_linear(tracer: Tracer, node: fx.Node, x: fx.Node, weight: weights.View) -> Tensor:
     """x @ W: a linear layer with its weight transposed."""
-    weight = tracer.parameters[weight_node]
-    tracer.tie(weight, 0, rules.along(tracer, x, -1), "in")
+    weights.tie_inputs(tracer, weight, 0, rules.along(tracer, x, -1))
     tracer.contraction(node, weight, math.prod(rules.shape_of(x)[:-1]))
-    return rules.spread(tracer.axis(weight, 1, "out"), node.meta["val"].ndim, -1)
+    return rules.spread(weights.outputs(tracer, weight, 1), node.meta["val"].ndim, -1)
 
 
 @rules.rule("_assert_tensor_metadata")
@@ -113,6 +112,20 @@ def index(tracer: Tracer, node: fx.Node) -> Any:
     if len(dims) != 1 or not isinstance(places[dims[0]], fx.Node):
         return rules.freeze_all(tracer, node)
     return _looked_up(tracer, node, source, dims[0])
+
+
+@rules.rule("gather")
+def gather(tracer: Tracer, node: fx.Node) -> Any:
+    """Picks along one axis, each row for itself: other axes pass, if the picked ones are all of theirs."""
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    labels, shape = tracer.labels(source), list(rules.shape_of(source))
+    place = dim % max(labels.ndim, 1)
+    same = all(a == b for d, (a, b) in enumerate(zip(shape, rules.shape_of(node), strict=True)) if d != place)
+    if not same or labels.shape[place] > 1:
+        return rules.freeze_all(tracer, node, "picks along an axis that would be cut")
+    tracer.sized.append(np.unique(labels.numpy()))
+    return labels
 
 
 @rules.rule("embedding")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hap.examples import call_arguments, evaluating
-from hap.groups import Bools, Groups
+from hap.groups import Bools, Groups, Term
 from hap.implants import Implant
 
 
@@ -116,13 +116,21 @@ class CostModel:
         sizes = self._sizes(lengths)
         macs = {t.weight: 0 for t in self.groups.terms}
         for term in self.groups.terms:
-            macs[term.weight] += term.positions * sizes[term.weight]
+            size = sizes[term.weight] if term.part is None else self._part(term, live)
+            macs[term.weight] += term.positions * size
         params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
         total += sum(p.positions * int(live[p.classes].sum()) for p in self.groups.products)
         if self.implant is not None and grafted.any():
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs
         return Cost(params, total, int(live[self._units].sum()))
+
+    def _part(self, term: Term, live: Bools) -> int:
+        size = 1
+        for dim, index in term.part or ():
+            classes = self.groups.axes.get((term.weight, dim))
+            size *= len(index) if classes is None else int(live[classes[index]].sum())
+        return size
 
     def _sizes(self, lengths: Any) -> dict[str, int]:
         """The number of values of each tensor: the product of its axes' lengths."""

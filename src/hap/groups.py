@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Term:
-    """A contraction: `positions` multiply-adds for every element of `weight` (batch x output positions)."""
+    """A contraction: `positions` multiply-adds for every element of `weight` (batch x output positions).
+
+    A layer that uses a part of it says which indices of which axes: `part` holds pairs (dim, indices).
+    """
 
     weight: str
     positions: int
+    part: tuple[tuple[int, Ints], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Length:
-    """An integer (or 1-tuple) of a module that has to follow an axis: as many as live in `classes`, over `per`."""
+    """An integer of a module that has to follow an axis: as many as live in `classes`, over `per`.
+
+    Where the attribute is a tuple or list of integers, it is the one at `entry`.
+    """
 
     module: str
     attribute: str
     classes: Ints
     per: int = 1
+    entry: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,11 @@ class Groups(Mapping[str, Group]):
         sources = self.feeds[np.isin(self.feeds[:, 1], classes), 0]
         return np.isin(units, classes) | np.isin(units, sources)
 
+    def spans(self) -> Iterator[Ints]:
+        """Classes of which some must stay: along an axis of a parameter, or what an attribute counts."""
+        yield from self.axes.values()
+        yield from (length.classes for length in self.lengths)
+
     def all_kept(self) -> Bools:
         """A marking with every unit kept. Classes without a unit of their own (pure streams) stay unmarked."""
         kept = np.zeros(self.classes, dtype=bool)
@@ -194,6 +208,12 @@ class Groups(Mapping[str, Group]):
         for group in self.groups.values():
             kept[group.classes] = True
         return kept
+
+    def graph(self, path: str | Path) -> None:
+        """Draw groups, widths, couplings and what is frozen into an SVG file."""
+        from hap.drawing import draw
+
+        draw(self, path)
 
     def __str__(self) -> str:
         width = max((len(n) for n in self.groups), default=5)

@@ -38,6 +38,7 @@ def layer_norm(tracer: Tracer, node: fx.Node) -> Any:
     if len(normalized) > 1:
         return freeze_all(tracer, node, "normalises over several axes")
     tracer.spanned.append(np.unique(labels.numpy()))
+    tracer.normed.append(np.unique(labels.numpy()))
     labels = _tie_affine(tracer, x, node.args[2:4], -1)
     _follow(tracer, node, nn.LayerNorm | nn.RMSNorm, {"normalized_shape": 1}, labels)
     return labels

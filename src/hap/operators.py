@@ -22,6 +22,14 @@ STRUCTURAL = _names("""
 """)
 """Move elements without computing: they can run on labels."""
 
+MOVING = _names("""
+    chunk movedim narrow numpy_T permute slice split split_with_sizes squeeze swapaxes t transpose unsafe_chunk
+    unsafe_split unsafe_split_with_sizes unsqueeze
+""")
+"""Make a view of a parameter that has parts of its axes, in some order."""
+
+UNCHANGED = _names("alias clone contiguous detach to _to_copy")
+
 PARTS = _names("chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes")
 
 SIZED = STRUCTURAL - _names("cat concat flatten flip movedim permute squeeze stack swapaxes t transpose unsqueeze")

@@ -152,7 +152,7 @@ class _Search:
             members = np.flatnonzero(self.group == g)
             worst_first = members[np.argsort(place[members])]
             removable[worst_first[: self.limits.removable(len(members))]] = True
-        for classes in self.groups.axes.values():  # no layer may lose its last input or output
+        for classes in self.groups.spans():  # no layer may lose its last input or output
             if (classes != 0).all() and len(able := np.flatnonzero(self.groups.sustaining(self.classes, classes))):
                 removable[able[np.argmax(place[able])]] = False
         order = order[removable[order]]

@@ -52,11 +52,12 @@ class Widen:
 
 @dataclass(frozen=True)
 class Resize:
-    """Set an integer (or 1-tuple) attribute of a module."""
+    """Set an integer attribute of a module, or one entry of an attribute that is a tuple or list of them."""
 
     module: str
     attribute: str
     value: int
+    entry: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def _grafts(groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]) 
 def _resizes(groups: Groups, live: Bools) -> Iterable[Resize]:
     for length in groups.lengths:
         if (count := int(live[length.classes].sum())) < len(length.classes):
-            yield Resize(length.module, length.attribute, count // length.per)
+            yield Resize(length.module, length.attribute, count // length.per, length.entry)
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:

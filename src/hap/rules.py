@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from hap import weights
 from hap.groups import Ints, Site
 from hap.operators import (
     CONVOLUTIONS,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from hap.tracing import Tracer
 
 Rule = Callable[["Tracer", fx.Node], Any]
+COMPUTED = "its weight is computed from activations, or in a way that is not understood"
 RULES: dict[str, Rule] = {}
 
 
@@ -189,6 +191,8 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
         return freeze_all(tracer, node, "parameters combined with each other")
     sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + shape_of(a)) for a in operands]
     result, _ = merge(tracer, short_name(node), sides)
+    if short_name(node) in SUMS and sum(varies(labels) for labels, _ in sides) > 1:
+        tracer.summed.append(np.unique(result.numpy()))
     for matrix in matrices:
         _tie_matrix(tracer, tracer.parameters[matrix], result)
     return result
@@ -199,8 +203,8 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
     result, known = sides[0]
     for labels, shape in sides[1:]:
         if _has_say(result, shape) and _has_say(labels, known):
-            both = torch.broadcast_tensors(result, labels)
-            together = compress(torch.where(both[0] != 0, *both))
+            first, second = torch.broadcast_tensors(result, labels)
+            together = compress(torch.where(first != 0, first, second))
             if _lacks_axis(shape, result):
                 tracer.partial.append((result.numpy(), labels.numpy(), [d for d, size in enumerate(shape) if size > 1]))
             elif _lacks_axis(known, labels):
@@ -264,14 +268,16 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         return freeze_all(tracer, node, "an operator that cannot run on labels")
     if not isinstance(result, list | tuple):
         result = compress(result)
-        tracer.shaped.append((tracer.module(node), result))
+        tracer.shaped.append((tracer.module(node), result, None))
         return result
     if short_name(node) in PARTS and len({r.shape for r in result}) == 1:
         stacked = compress(
             torch.stack(list(result))
         )  # a forward that asks for equal parts goes on getting the same ones
         tracer.join(stacked.numpy(), stacked[:1].numpy())
-    return [compress(r) for r in result]
+    parts = [compress(r) for r in result]
+    tracer.shaped += [(tracer.module(node), part, i) for i, part in enumerate(parts)]
+    return parts
 
 
 def padding(tracer: Tracer, node: fx.Node) -> Any:
@@ -337,12 +343,12 @@ def getitem(tracer: Tracer, node: fx.Node) -> Any:
 @rule("linear")
 def linear(tracer: Tracer, node: fx.Node) -> Any:
     x, weight_node, *rest = node.args
-    weight = tracer.parameter(weight_node)
+    weight = weights.view_of(tracer, weight_node)
     assert isinstance(x, fx.Node)
     if weight is None:
-        return freeze_all(tracer, node, "its weight is computed, not a parameter")
-    tracer.tie(weight, 1, along(tracer, x, -1), "in")
-    out = tracer.axis(weight, 0, "out")
+        return freeze_all(tracer, node, COMPUTED)
+    weights.tie_inputs(tracer, weight, 1, along(tracer, x, -1))
+    out = weights.outputs(tracer, weight, 0)
     tie_bias(tracer, rest, out)
     tracer.contraction(node, weight, math.prod(shape_of(x)[:-1]))
     return spread(out, node.meta["val"].ndim, -1)
@@ -352,22 +358,23 @@ def linear(tracer: Tracer, node: fx.Node) -> Any:
 def convolution(tracer: Tracer, node: fx.Node) -> Any:
     """Weight: outputs x inputs per group x kernel."""
     given = arguments(node)
-    x, weight = given["input"], tracer.parameter(given["weight"])
-    if weight is None:
-        return freeze_all(tracer, node, "its weight is computed, not a parameter")
-    shape, groups = tracer.shapes[weight], given["groups"]
+    x, view = given["input"], weights.view_of(tracer, given["weight"])
+    if view is None or not view.whole:
+        return freeze_all(tracer, node, COMPUTED)
+    weight, shape, groups = view.name, tracer.shapes[view.name], given["groups"]
     spatial = len(shape) - 2
-    inputs, outputs = along(tracer, x, -spatial - 1), tracer.axis(weight, 0, "out")
-    _tie_groups(tracer, inputs, outputs, groups, weight)
+    inputs, outputs = along(tracer, x, -spatial - 1), weights.outputs(tracer, view, 0)
+    _tie_groups(tracer, inputs, outputs, groups, view)
     if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
         tracer.sized += [inputs, outputs]
     tie_bias(tracer, [given["bias"]], outputs)
     out_size = shape_of(node)[-spatial:]
     batch = math.prod(shape_of(x)[: -spatial - 1])
-    tracer.contraction(node, weight, batch * math.prod(out_size))
+    tracer.contraction(node, view, batch * math.prod(out_size))
     module = tracer.called_once(node)
     plain = groups == 1 and spatial == 2 and len(shape_of(x)) == 4 and not isinstance(given["padding"], str)
-    if plain and module == weight.removesuffix(".weight") and isinstance(tracer.modules[module], nn.Conv2d):
+    own = module == weight.removesuffix(".weight") and not view.spans
+    if plain and own and module is not None and isinstance(tracer.modules[module], nn.Conv2d):
         stride, padding, dilation = (_pair(given[key]) for key in ("stride", "padding", "dilation"))
         sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
         tracer.sites[weight] = Site(module, weight, *sizes, batch)
@@ -378,10 +385,10 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
 def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
     """Weight: inputs x outputs per group x kernel."""
     given = arguments(node)
-    x, weight = given["input"], tracer.parameter(given["weight"])
-    if weight is None:
-        return freeze_all(tracer, node, "its weight is computed, not a parameter")
-    shape, groups = tracer.shapes[weight], given["groups"]
+    x, view = given["input"], weights.view_of(tracer, given["weight"])
+    if view is None or not view.whole or view.spans:
+        return freeze_all(tracer, node, COMPUTED)
+    weight, shape, groups = view.name, tracer.shapes[view.name], given["groups"]
     spatial = len(shape) - 2
     inputs = along(tracer, x, -spatial - 1)
     if groups == 1:
@@ -394,28 +401,28 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         if not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
             tracer.sized += [inputs, outputs]
     tie_bias(tracer, [given["bias"]], outputs)
-    tracer.contraction(node, weight, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
+    tracer.contraction(node, view, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
-def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, weight: str) -> None:
+def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, view: weights.View) -> None:
     """Grouped convolutions keep equal groups: whole groups go, or the same channels of each, whichever is finer."""
     if groups == 1:
-        return tracer.tie(weight, 1, inputs, "in")
+        return weights.tie_inputs(tracer, view, 1, inputs)
     by_group = inputs.reshape(groups, -1)
     if groups >= by_group.shape[1]:
         tracer.join(by_group, by_group[:, :1])
         return tracer.join(outputs.reshape(groups, -1), by_group[:, :1])
     tracer.join(by_group, by_group[:1])
     tracer.join(outputs.reshape(groups, -1), outputs.reshape(groups, -1)[:1])
-    return tracer.tie(weight, 1, by_group[0], "in")
+    return weights.tie_inputs(tracer, view, 1, by_group[0])
 
 
 def tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:
     if rest and isinstance(rest[0], fx.Node):
         name = tracer.parameter(rest[0])
         if name is None:
-            tracer.freeze(labels, short_name(rest[0]), "a computed bias")
+            tracer.join(along(tracer, rest[0], 0), labels)
         else:
             tracer.tie(name, 0, labels, "free")
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from hap.calibration import pointwise_fits
 from hap.errors import HapError
 from hap.examples import imagine, run
+from hap.fewer_heads import FewerHeads
 from hap.groups import Site
 from hap.implants import ImplantModule
 from hap.plans import Cut, Graft, Plan, Widen
@@ -80,7 +81,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         raise HapError("the plan is damaged: it has implants but does not say of which kind")
     for resize in plan.resizes:
         old = vars(modules[resize.module]).get(resize.attribute)
-        size = old[0] if isinstance(old, tuple) and len(old) == 1 else old
+        whole = isinstance(old, tuple | list) and 0 <= resize.entry < len(old)
+        size = old[resize.entry] if whole else old  # type: ignore[index]
         if type(size) is not int or type(resize.value) is not int or not 1 <= resize.value <= size:
             raise HapError(f"the plan is damaged: it sets {resize.module}.{resize.attribute} to {resize.value!r}")
     for widen in plan.widenings:
@@ -110,18 +112,29 @@ def _follow(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
     touched: dict[str, dict[str, list[int]]] = {}
     for cut in plan.cuts:
         for alias in aliases[id(tensors[cut.name])]:
-            owner, _, leaf = alias.rpartition(".")
+            owner, leaf = _owner(modules, alias, tensors[cut.name])
             shape = touched.setdefault(owner, {}).setdefault(leaf, list(tensors[cut.name].shape))
             shape[cut.dim] = cut.size
     for owner, before in touched.items():
         _sync(modules[owner], before)
     for resize in plan.resizes:
         old = getattr(modules[resize.module], resize.attribute)
-        setattr(modules[resize.module], resize.attribute, (resize.value,) if isinstance(old, tuple) else resize.value)
+        if isinstance(old, tuple | list):
+            new = type(old)([*old[: resize.entry], resize.value, *old[resize.entry + 1 :]])
+        setattr(modules[resize.module], resize.attribute, new if isinstance(old, tuple | list) else resize.value)
     for graft in plan.grafts:
         _attach_implant(modules[graft.module], implants[graft.module], graft)
     for widen in plan.widenings:
         _attach_widening(modules[widen.module], widen)
+
+
+def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[str, str]:
+    """The module that a tensor belongs to and its name there, also where that is computed from it."""
+    owner, _, leaf = name.rpartition(".")
+    layer, found, parametrized = owner.rpartition("parametrizations.")
+    if found and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
+        return layer.rstrip("."), parametrized
+    return owner, leaf
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -166,6 +179,8 @@ def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
         module.num_channels = len(module.weight)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
         module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.MultiheadAttention):
+        FewerHeads.take_over(module)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)
 
@@ -341,7 +356,8 @@ def _changed(tensor: Tensor, steps: list[tuple[Cut | None, Cut | None]]) -> Tens
         if mask is not None and tensor.is_floating_point():
             stay = set(mask.keep)
             gone = [i for i, index in enumerate(cut.keep if cut else range(mask.size)) if index not in stay]
-            tensor.index_fill_(mask.dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), 0)
+            nearly = 1e-12 if "parametrizations." in mask.name else 0.0  # a row of zeros has no direction to keep
+            tensor.index_fill_(mask.dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nearly)
     return tensor
 
 

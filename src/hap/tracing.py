@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,27 +14,32 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from hap import attention, norms, rules  # noqa: F401 (the first two register their rules)
+from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
 from hap.errors import HapError
 from hap.examples import call_arguments, describe, evaluating, run
 from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Product, Scatter, Site, Term, components
 from hap.trials import Trial
+from hap.weights import View
 
 COUPLINGS = ("joint", "union")
 
 
-def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Sequence[str] = ()) -> Groups:
+def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Sequence[str] = (),
+          stream: bool = False) -> Groups:  # fmt: skip
     """Find what can be removed from `model`, and what must go together.
 
     `coupling` says what happens where branches add up. "joint": a channel goes from all branches or none. "union":
     each branch loses its own channels and the sum keeps the union (the paper's way).
-    `ignore` holds names or shell patterns of groups to leave alone. The model is not changed.
+    `ignore` holds names or shell patterns of groups to leave alone. The residual stream of a transformer, which a norm
+    spans, is left alone unless `stream` asks for it. The model is not changed.
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
     tracer = Tracer(model, _capture(model, example), coupling)
     tracer.run()
     groups = tracer.finish(describe(example))
+    if not stream:
+        groups = tracer.leave_stream(groups)
     for name in groups.matching(ignore, "ignore"):
         tracer.freeze(groups[name].classes, name, "left alone as asked")
     groups = tracer.finish(describe(example))
@@ -58,7 +64,7 @@ def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
     args, kwargs = call_arguments(example)
     try:
         with evaluating(model), torch.no_grad():
-            return torch.export.export(model, args, kwargs, strict=False)
+            program = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         _check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -66,6 +72,46 @@ def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
             f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
             "model(example) runs, and that its forward does not branch on tensor values; see the cause above."
         ) from error
+    _inline_regions(program.graph_module)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise HapError(
+                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of {node.name} "
+                "depends on tensor values. Trace parts of the model instead, see hap.parts."
+            )
+    return program
+
+
+def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
+    """A module's own attributes. `nn.MultiheadAttention` has a way of its own with fewer heads."""
+    if isinstance(module, nn.MultiheadAttention):
+        return [("num_heads", module.num_heads)]
+    return list(vars(module).items()) if module is not None else []
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Put what runs under a `with torch.autocast(...)` or `torch.no_grad()` in place of the node that wraps it."""
+    graph = module.graph
+    for node in [n for n in graph.nodes if rules.schema_name(n).startswith("wrap_with_")]:
+        place = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        results = _insert(graph, getattr(module, str(node.args[place].target)), node, node.args[place + 1 :])
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _insert(graph: fx.Graph, region: fx.GraphModule, before: fx.Node, operands: Sequence[Any]) -> Any:
+    """Copy the nodes of a region in front of a node; returns what the region returns."""
+    _inline_regions(region)
+    inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
+    known: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
+    with graph.inserting_before(before):
+        for inner in region.graph.nodes:
+            if inner.op == "call_function":
+                known[inner] = graph.node_copy(inner, lambda n: known[n])
+    return fx.map_arg(region.graph.output_node().args[0], lambda n: known[n])
 
 
 class Tracer:
@@ -76,6 +122,7 @@ class Tracer:
         self.coupling = coupling
         self.values: dict[fx.Node, Any] = {}
         self.parameters: dict[fx.Node, str] = {}
+        self.views: dict[fx.Node, Any] = {}
         self.axes: dict[tuple[str, int], Ints] = {}
         self.roles: dict[tuple[str, int], str] = {}
         self.edges: list[tuple[Ints, Ints]] = []
@@ -89,9 +136,11 @@ class Tracer:
         self.products: list[Product] = []
         self.scales: list[str] = []
         self.spanned: list[Ints] = []
+        self.summed: list[Ints] = []
+        self.normed: list[Ints] = []
         self.partial: list[tuple[Ints, Ints, list[int]]] = []
         self.sized: list[Ints] = []
-        self.shaped: list[tuple[str, Tensor]] = []
+        self.shaped: list[tuple[str, Tensor, int | None]] = []
         self.curved: str | None = None
         self.root: Ints = np.zeros(1, dtype=np.int64)
         self._next = 1
@@ -168,12 +217,16 @@ class Tracer:
     def parameter(self, node: Any) -> str | None:
         return self.parameters.get(node) if isinstance(node, fx.Node) else None
 
-    def contraction(self, node: fx.Node, weight: str, positions: int) -> None:
+    def contraction(self, node: fx.Node, view: View, positions: int) -> None:
         """A layer multiplies each element of a weight so many times."""
+        weight = view.name
         self._uses[weight] += 1
-        if f"{self.module(node)}.weight" == weight and isinstance(self.modules[self.module(node)], _ConvNd | nn.Linear):
+        layer = self.modules.get(self.module(node))
+        plain = view.whole and not view.spans and f"{self.module(node)}.weight" == weight
+        if plain and isinstance(layer, _ConvNd | nn.Linear):
             self._direct.add(weight)
-        self.terms.append(Term(weight, positions))
+        part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
+        self.terms.append(Term(weight, positions, part))
 
     def called_once(self, node: fx.Node) -> str | None:
         """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
@@ -194,7 +247,11 @@ class Tracer:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, inputs[node.name])
-            elif node.op == "call_function":
+        self.views = weights.find_views(self, self.program.graph)
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder" or node in self.views:  # a layer asks for views when it gets there
+                continue
+            if node.op == "call_function":
                 self.values[node] = rules.apply(self, node)
                 if node in anchors:
                     self.values[node] = self._promote(anchors[node], self.values[node])
@@ -250,7 +307,7 @@ class Tracer:
             axes=axes,
             classes=self._next,
             feeds=feeds,
-            lengths=tuple(Length(x.module, x.attribute, root[x.classes], x.per) for x in self.lengths),
+            lengths=tuple(replace(x, classes=root[x.classes]) for x in self.lengths),
             shapes=self.shapes,
             trainable=self.trainable,
             terms=tuple(self.terms),
@@ -266,17 +323,32 @@ class Tracer:
             example=example,
         )
 
+    def leave_stream(self, groups: Groups) -> Groups:
+        """Freeze what branches add up to and a norm averages over."""
+        summed, normed = (self.root[np.concatenate([np.zeros(1, np.int64), *x])] for x in (self.summed, self.normed))
+        stream = np.intersect1d(summed, normed)
+        names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()]
+        self.freeze(stream, ", ".join(names), "the residual stream; ask for it with stream=True")
+        return self.finish(groups.example)
+
     def counting_attributes(self) -> list[Length]:
-        """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`."""
+        """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`.
+
+        Or of one part of something split there, by sizes in a tuple.
+        """
         found = {}
-        for module, labels in self.shaped:
+        for module, labels, part in self.shaped:
             roots = torch.from_numpy(self.root[labels.numpy()])
             for dim, size in enumerate(labels.shape):
                 rows = roots.movedim(dim, 0).reshape(size, -1)
                 if size > 1 and bool((rows == rows[:, :1]).all()) and len(rows[:, 0].unique()) > 1:
-                    for attribute, value in vars(self.modules.get(module, nn.Module())).items():
-                        if type(value) is int and value == size:
-                            found[module, attribute] = Length(module, attribute, rows[:, 0].numpy())
+                    for attribute, value in _countable(self.modules.get(module)):
+                        several = isinstance(value, tuple | list)
+                        for entry, number in enumerate(value if several else [value]):
+                            right = part in (None, entry) or not several
+                            if type(number) is int and number == size and right:
+                                length = Length(module, attribute, rows[:, 0].numpy(), entry=entry)
+                                found[module, attribute, entry] = length
         return list(found.values())
 
     def sized_classes(self) -> Ints:

@@ -114,7 +114,7 @@ def _trial_removals(groups: Groups) -> list[Removal]:
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = set()
-        for classes in groups.axes.values():
+        for classes in groups.spans():
             if (classes != 0).all() and len(able := units[groups.sustaining(units, classes)]):
                 spared.add(int(able[np.argmax(rank[able])]))
         fewer, more = {}, {}

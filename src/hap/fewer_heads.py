@@ -1,0 +1,67 @@
+"""nn.MultiheadAttention takes the width of a head from that of its input; with some heads gone, the two differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class FewerHeads(nn.MultiheadAttention):
+    """Attention with `num_heads` heads that are `head_dim` wide, whatever the width of what enters and leaves."""
+
+    @staticmethod
+    def take_over(module: nn.MultiheadAttention) -> None:
+        """Give a module that lost heads a forward that works without them. Fused kernels count on all heads."""
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("attention with an added key keeps its heads")
+        module.__class__ = FewerHeads
+        module.embed_dim = len(module.out_proj.weight)
+        module._qkv_same_embed_dim = False
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+                need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        batched = query.dim() == 3
+        swap = batched and not self.batch_first
+        query, key, value = (
+            x.unsqueeze(0) if not batched else x.transpose(0, 1) if swap else x for x in (query, key, value)
+        )
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in self._projected(query, key, value)
+        )
+        mask = _merged(attn_mask, key_padding_mask, q)
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
+            weights = functional.softmax(scores if mask is None else scores + mask, -1)
+            mixed = functional.dropout(weights, self.dropout, self.training) @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            dropout = self.dropout if self.training else 0.0
+            mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out.transpose(0, 1) if swap else out, weights
+
+    def _projected(self, *inputs: Tensor) -> list[Tensor]:
+        separate: list[Any] = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return [functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
+    """Both masks as one to add, of shape (batch, heads, queries, keys) or broadcast to it."""
+    found = None
+    for part in (mask, None if padding is None else padding.view(-1, 1, 1, padding.shape[-1])):
+        if part is not None:
+            if part.dtype == torch.bool:
+                part = torch.zeros_like(part, dtype=like.dtype).masked_fill(part, float("-inf"))
+            if part.dim() == 3:  # (batch x heads, queries, keys)
+                part = part.view(like.shape[0], -1, *part.shape[1:])
+            found = part if found is None else found + part
+    return found
