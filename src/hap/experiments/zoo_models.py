@@ -33,7 +33,7 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
     import_torchvision()
     import timm
 
-    model = timm.create_model(name)
+    model: Any = timm.create_model(name)
     return model, torch.randn(1, *model.pretrained_cfg["input_size"])
 
 
