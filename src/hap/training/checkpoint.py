@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hap import distributed
 from hap.data import Data
@@ -28,7 +28,7 @@ class Checkpoint:
     def __init__(self, path: Path | None, runs: list[Run], data: Data) -> None:
         self.path, self.runs = path, runs
         self.data = {"name": data.name, "train": len(data.train), "classes": data.classes}
-        self.wiring = [wiring(run.model) for run in runs]
+        self.wiring = [wiring(run) for run in runs]
         self.written = -float("inf")
         self.cost = 0.0
 
@@ -85,11 +85,14 @@ class Checkpoint:
         )
 
 
-def wiring(model: nn.Module) -> str:
-    """A digest of the buffers that no state dict holds, such as where a pruned branch meets its stream."""
-    stored = model.state_dict()
-    hidden = {n: b.tolist() for n, b in model.named_buffers() if n not in stored}
-    return hashlib.sha256(json.dumps(hidden).encode()).hexdigest()
+def wiring(run: Run) -> str:
+    """A digest of the buffers that no state dict holds, such as where a pruned branch meets a stream, and of masks."""
+    stored = run.model.state_dict()
+    hidden = {n: b.tolist() for n, b in run.model.named_buffers() if n not in stored}
+    digest = hashlib.sha256(json.dumps(hidden).encode())
+    for name, mask in run.masks.items():
+        digest.update(name.encode() + mask.bool().contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from hap.training.checkpoint import Checkpoint
 from hap.training.evaluation import device_of, evaluate
 from hap.training.graph import Captured, Step, in_turn
 from hap.training.report import Report
-from hap.training.run import History, Run, epoch_seed
+from hap.training.run import History, Masks, Run, epoch_seed
 
 STEPS_BETWEEN_CHECKS = 200
 """How many steps may run before the loss is looked at, which waits for the device."""
@@ -47,7 +47,7 @@ def train(
     CUDA graphs for networks that cannot be recorded.
     """
     path = None if checkpoint is None else Path(checkpoint)
-    return _train([model], data, [recipe], [teacher], path, log_dir, None, progress, graphs)[0]
+    return _train([model], data, [recipe], [teacher], [None], path, log_dir, None, progress, graphs)[0]
 
 
 def train_many(
@@ -56,6 +56,7 @@ def train_many(
     recipes: Sequence[Recipe],
     *,
     teachers: Sequence[nn.Module | None] | None = None,
+    masks: Sequence[Masks | None] | None = None,
     checkpoint_dir: str | Path | None = None,
     seconds: float | None = None,
     log_dir: str | Path | None = None,
@@ -64,13 +65,15 @@ def train_many(
 ) -> list[History]:
     """Train independent models side by side on one device, each as `train` would alone.
 
-    All recipes need the same batch size and number of epochs. The state of all models stands in one file in
-    `checkpoint_dir`. With `seconds`, training ends, its checkpoint written, after the last epoch expected to
+    All recipes need the same batch size and number of epochs. `masks` holds, for each model that has them, 0/1 tensors
+    by name of a parameter; where they are 0 the parameter is zero throughout. The state of all models stands in one
+    file in `checkpoint_dir`. With `seconds`, training ends, its checkpoint written, after the last epoch expected to
     fit (but after one at least), and the same call goes on from there; `History.epochs` tells.
     """
     path = None if checkpoint_dir is None else Path(checkpoint_dir) / "training.safetensors"
     given: list[nn.Module | None] = [None] * len(models) if teachers is None else list(teachers)
-    return _train(list(models), data, list(recipes), given, path, log_dir, seconds, progress, graphs)
+    held: list[Masks | None] = [None] * len(models) if masks is None else list(masks)
+    return _train(list(models), data, list(recipes), given, held, path, log_dir, seconds, progress, graphs)
 
 
 def _train(
@@ -78,6 +81,7 @@ def _train(
     data: Data,
     recipes: list[Recipe],
     teachers: list[nn.Module | None],
+    masks: list[Masks | None],
     checkpoint_path: Path | None,
     log_dir: str | Path | None,
     seconds: float | None,
@@ -86,13 +90,14 @@ def _train(
 ) -> list[History]:
     begun = time.monotonic()
     device = _check(models, data, recipes, teachers)
+    _check_masks(models, masks)
     data = data.to(device) if _has_room(device, data) else data
     with ExitStack() as stack:
         stack.enter_context(_prepared(models, device))
         copies = {id(t): _frozen_copy(t, device) for t in teachers if t is not None}
         runs = [
-            Run(model, data, recipe, copies.get(id(teacher)), device)
-            for model, recipe, teacher in zip(models, recipes, teachers, strict=True)
+            Run(model, data, recipe, copies.get(id(teacher)), device, mask)
+            for model, recipe, teacher, mask in zip(models, recipes, teachers, masks, strict=True)
         ]
         checkpoint = Checkpoint(checkpoint_path, runs, data)
         first, epochs = distributed.agree(checkpoint.restore(), "the epoch to go on from"), recipes[0].epochs
@@ -231,6 +236,19 @@ def _check(
             if network is not None:
                 _check_outputs(network, data)
     return device
+
+
+def _check_masks(models: list[nn.Module], masks: list[Masks | None]) -> None:
+    if len(masks) != len(models):
+        raise HapError(f"{len(models)} models and {len(masks)} masks: expected masks, or None, for each model")
+    for model, own in zip(models, masks, strict=True):
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for name, mask in (own or {}).items():
+            if shapes.get(name) != tuple(mask.shape):
+                raise HapError(
+                    f"the mask of {name} has shape {tuple(mask.shape)}: expected {shapes.get(name, 'no such mask')}, "
+                    "that of the parameter of this name"
+                )
 
 
 def _check_outputs(model: nn.Module, data: Data) -> None:

@@ -1,6 +1,6 @@
 """One model in training: the state that a step reads and writes, and the step itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,6 +13,9 @@ from hap import distributed
 from hap.data import Batch, Data
 from hap.errors import HapError
 from hap.recipes import Recipe
+
+Masks = Mapping[str, Tensor]
+"""By name of a parameter, ones where it trains and zeros where it stays zero. Parameters without one train whole."""
 
 
 @dataclass
@@ -52,7 +55,13 @@ class Run:
     """
 
     def __init__(
-        self, model: nn.Module, data: Data, recipe: Recipe, teacher: nn.Module | None, device: torch.device
+        self,
+        model: nn.Module,
+        data: Data,
+        recipe: Recipe,
+        teacher: nn.Module | None,
+        device: torch.device,
+        masks: Masks | None = None,
     ) -> None:
         self.model, self.recipe, self.teacher, self.device = model, recipe, teacher, device
         self.history = History()
@@ -62,6 +71,8 @@ class Run:
         size = _own_share(self.size)
         self.total = self.steps_per_epoch * recipe.epochs
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masks = {n: _like(p, masks[n]) for n, p in self.parameters.items() if n in (masks or {})}  # type: ignore[index]
+        self._mask()
         self.optimizer = _sgd(list(self.parameters.values()), recipe, device)
         self.average = {n: p.detach().clone() for n, p in self.parameters.items()} if recipe.ema else {}
         self.average_weight = torch.zeros((), device=device)
@@ -97,6 +108,7 @@ class Run:
         loss = self._loss()
         loss.backward()
         self.optimizer.step()
+        self._mask()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.detach()
         if self.average:
@@ -105,6 +117,12 @@ class Run:
                 change = torch._foreach_sub(list(self.parameters.values()), averages)
                 torch._foreach_mul_(change, self.average_weight)
                 torch._foreach_add_(averages, change)
+
+    @torch.no_grad()
+    def _mask(self) -> None:
+        """Momentum and weight decay may move what is masked: it goes back to zero after every update."""
+        if self.masks:
+            torch._foreach_mul_([self.parameters[name] for name in self.masks], list(self.masks.values()))
 
     def _loss(self) -> Tensor:
         recipe = self.recipe
@@ -148,9 +166,7 @@ class Run:
         _copy_into(self.average, _under("average.", state))
         for name, momentum in _under("momentum.", state).items():
             parameter = self.parameters[name]
-            # The update kernels want momentum laid out in memory like its parameter.
-            buffer = torch.empty_like(parameter, requires_grad=False).copy_(momentum)
-            self.optimizer.state[parameter]["momentum_buffer"] = buffer
+            self.optimizer.state[parameter]["momentum_buffer"] = _like(parameter, momentum)
 
 
 def _in_step(model: nn.Module, device: torch.device) -> nn.Module:
@@ -185,6 +201,11 @@ def _sgd(parameters: list[nn.Parameter], recipe: Recipe, device: torch.device) -
         nesterov=recipe.nesterov,
         fused=cuda,
     )
+
+
+def _like(parameter: nn.Parameter, values: Tensor) -> Tensor:
+    """The values laid out in memory like the parameter, as the update kernels want them."""
+    return torch.empty_like(parameter, requires_grad=False).copy_(values)
 
 
 @torch.no_grad()
