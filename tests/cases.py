@@ -1177,14 +1177,15 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, kv_heads * self.head_dim)
         self.out = nn.Linear(heads * self.head_dim, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         n, length, _ = x.shape
         q = self.q(x).view(n, length, self.num_heads, self.head_dim).transpose(1, 2)
         k, v = (f(x).view(n, length, self.kv_heads, self.head_dim).transpose(1, 2) for f in (self.k, self.v))
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv_heads != self.num_heads)
         else:
-            y = (q @ k.transpose(-1, -2) / self.head_dim**0.5).softmax(-1) @ v
+            scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
+            y = (scores if bias is None else scores + bias).softmax(-1) @ v
         return self.out(y.transpose(1, 2).reshape(n, length, -1))
 
 
@@ -1201,6 +1202,36 @@ def attention_net(heads: int, kv_heads: int, fused: bool) -> Any:
 @case
 def attention_by_hand() -> Any:
     return attention_net(4, 4, fused=False)
+
+
+@case
+def attention_with_shared_bias() -> Any:
+    """One bias for two layers, each of which can lose its own heads."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()
+        bias = F.embedding(distance, m.table).permute(2, 0, 1).unsqueeze(0)
+        x = m.embed(x)
+        x = x + m.one(x, bias)
+        return m.head((x + m.two(x, bias=bias)).mean(1))
+
+    return Net(run, embed=nn.Linear(5, 12), table=nn.Parameter(torch.randn(6, 4)), one=Attention(12, 4, 4, False),
+               two=Attention(12, 4, 4, False), head=nn.Linear(12, 4)), images(2, 6, 5)  # fmt: skip
+
+
+@case
+def selective_kernels() -> Any:
+    """Two paths stacked on an axis of their own, weighed against each other and summed over it."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        paths = torch.stack([m.a(x), m.b(x)], 1)
+        gate = m.up(F.relu(m.down(paths.sum(1).mean((2, 3), keepdim=True))))
+        gate = gate.view(len(x), 2, -1, 1, 1).softmax(1)
+        return m.head(pooled((paths * gate).sum(1)))
+
+    return Net(
+        run, a=conv(3, 8), b=conv(3, 8, 5), down=conv(8, 4, 1), up=conv(4, 16, 1), head=nn.Linear(8, 5)
+    ), images()
 
 
 @case

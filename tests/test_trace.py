@@ -264,3 +264,16 @@ def test_the_residual_stream_is_left_alone_unless_asked_for() -> None:
     groups = hap.trace(model, example)
     assert set(groups) == {"up"} and "ask for it with stream=True" in str(groups)
     assert set(hap.trace(model, example, stream=True)) == {"stem", "up"}
+
+
+def test_layers_that_share_a_table_lose_their_own_heads() -> None:
+    model, example = CASES["attention_with_shared_bias"]()
+    groups = hap.trace(model, example)
+    assert {n: len(groups[n]) for n in ("one.q", "two.q")} == {"one.q": 4, "two.q": 4}
+    plan = hap.draft(groups, {"one.q": [0], "two.q": [1, 3]})
+    assert {n.module: (n.argument, n.index) for n in plan.narrowings} == {
+        "one": (1, (1, 2, 3)),
+        "two": ("bias", (0, 2)),
+    }
+    assert hap.Plan.from_json(plan.to_json()) == plan
+    check_pruned(model, groups, plan, example)

@@ -65,6 +65,7 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
         feeds=groups.feeds[(to[source] > 0) & (to[stream] > 0)],
         lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
         products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
+        narrowings=tuple(replace(x, classes=to[x.classes]) for x in groups.narrowings),
         scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
         spanned=groups.spanned & frozenset(living.tolist()),
     )

@@ -18,7 +18,7 @@ from hap.errors import HapError
 from hap.files import write_atomic
 from hap.implants import ImplantModule
 from hap.plans import Plan
-from hap.surgery import Stream, rebuild_
+from hap.surgery import Part, Stream, rebuild_
 
 FORMAT = 1
 
@@ -70,7 +70,7 @@ def save(path: str | Path, model: nn.Module, plan: Plan | Sequence[Plan] | None 
 
 def _check_made_by(model: nn.Module, plans: list[Plan]) -> None:
     """Refuse what could not be loaded again: a model that these plans do not lead to."""
-    if not plans and any(isinstance(m, ImplantModule | Stream) for m in model.modules()):
+    if not plans and any(isinstance(m, ImplantModule | Stream | Part) for m in model.modules()):
         raise HapError("the model is pruned, so it can be loaded again only with its plan: pass the plan to hap.save")
     state = model.state_dict()
     for cut in plans[-1].cuts if plans else ():

@@ -113,6 +113,16 @@ class Scatter:
 
 
 @dataclass(frozen=True)
+class Narrowing:
+    """A module picks what lives of `classes` along axis `dim` of a tensor that it is called with."""
+
+    module: str
+    argument: int | str
+    dim: int
+    classes: Ints
+
+
+@dataclass(frozen=True)
 class Frozen:
     """Something that may not be removed, and why."""
 
@@ -144,6 +154,7 @@ class Groups(Mapping[str, Group]):
     fixed_macs: int
     direct: frozenset[str]
     sites: dict[str, Site]
+    narrowings: tuple[Narrowing, ...]
     scatters: tuple[Scatter, ...]
     scales: tuple[str, ...]
     spanned: frozenset[int]
@@ -200,6 +211,7 @@ class Groups(Mapping[str, Group]):
         """Classes of which some must stay: along an axis of a parameter, or what an attribute counts."""
         yield from self.axes.values()
         yield from (length.classes for length in self.lengths)
+        yield from (narrowing.classes for narrowing in self.narrowings)
 
     def all_kept(self) -> Bools:
         """A marking with every unit kept. Classes without a unit of their own (pure streams) stay unmarked."""

@@ -61,6 +61,17 @@ class Resize:
 
 
 @dataclass(frozen=True)
+class Narrow:
+    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone."""
+
+    module: str
+    argument: int | str
+    dim: int
+    size: int
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     kept: Indices
     implanted: Indices
@@ -76,6 +87,7 @@ class Plan:
     exact: bool
     """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
     example: Any
+    narrowings: tuple[Narrow, ...] = ()
 
     def kept_inputs(self) -> dict[str, tuple[int, ...]]:
         """The input channels that stay, of each convolution or linear weight that loses some."""
@@ -83,7 +95,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("cuts", "grafts", "widenings", "resizes"):
+        for name in ("cuts", "grafts", "widenings", "resizes", "narrowings"):
             values[name] = [dataclasses.asdict(item) for item in values[name]]
         values["implant"] = self.implant.to_dict() if self.implant else None
         values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
@@ -92,11 +104,12 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         try:
+            values = {"narrowings": [], **values}
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
-            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen, "resizes": Resize}
-            made = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
+            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen, "resizes": Resize, "narrowings": Narrow}
+            made: dict[str, Any] = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
             implant = implant_from_dict(values["implant"]) if values["implant"] else None
             costs = {k: Cost(**values[k]) for k in ("before", "after")}
             return cls(**{**values, **made, **costs, "implant": implant})
@@ -195,7 +208,7 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
         widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)),
         implant=implant if grafts else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
-        exact=not (groups.spanned & gone), example=groups.example,
+        exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
     )  # fmt: skip
 
 
@@ -261,6 +274,13 @@ def _resizes(groups: Groups, live: Bools) -> Iterable[Resize]:
     for length in groups.lengths:
         if (count := int(live[length.classes].sum())) < len(length.classes):
             yield Resize(length.module, length.attribute, count // length.per, length.entry)
+
+
+def _narrowings(groups: Groups, live: Bools) -> Iterable[Narrow]:
+    for item in groups.narrowings:
+        index = np.flatnonzero(live[item.classes])
+        if len(index) < len(item.classes):
+            yield Narrow(item.module, item.argument, item.dim, len(item.classes), tuple(index.tolist()))
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:

@@ -318,6 +318,7 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
     labels = next(iter(_inputs(tracer, node)))
     named = [dims] if isinstance(dims, int) else list(dims or range(labels.ndim))
     reduced = {d % max(labels.ndim, 1) for d in named}
+    labels = joined_along(tracer, labels, [d for d in reduced if labels.shape[d] > 1])
     if any(labels.shape[d] > 1 for d in reduced):
         return freeze_all(tracer, node, "reduces over an axis that would be cut")
     several = isinstance(value, list | tuple)
@@ -327,9 +328,20 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def softmax(tracer: Tracer, node: fx.Node) -> Any:
-    labels = next(iter(_inputs(tracer, node)))
-    if labels.shape[arguments(node)["dim"]] > 1:
+    labels, dim = next(iter(_inputs(tracer, node))), arguments(node)["dim"]
+    labels = joined_along(tracer, labels, [dim % labels.ndim] if labels.shape[dim] > 1 else [])
+    if labels.shape[dim] > 1:
         return freeze_all(tracer, node, "normalises over an axis that would be cut")
+    return labels
+
+
+def joined_along(tracer: Tracer, labels: Tensor, dims: list[int]) -> Tensor:
+    """Where labels vary along other axes too, those along `dims` share one fate, and the axes drop out."""
+    if not dims or labels.numel() == math.prod(labels.shape[d] for d in dims):
+        return labels
+    for d in dims:
+        tracer.join(labels.numpy(), labels.narrow(d, 0, 1).numpy())
+        labels = labels.narrow(d, 0, 1)
     return labels
 
 

@@ -18,7 +18,7 @@ from hap.examples import imagine, run
 from hap.fewer_heads import FewerHeads
 from hap.groups import Site
 from hap.implants import ImplantModule
-from hap.plans import Cut, Graft, Plan, Widen
+from hap.plans import Cut, Graft, Narrow, Plan, Widen
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -68,7 +68,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         if not _distinct_below(cut.keep, cut.size):
             raise HapError(f"the plan is damaged: it keeps {list(cut.keep)[:5]}... of the {cut.size} in {cut.name}")
     modules = dict(model.named_modules())
-    for name in [item.module for items in (plan.grafts, plan.widenings, plan.resizes) for item in items]:
+    added = (plan.grafts, plan.widenings, plan.resizes, plan.narrowings)
+    for name in [item.module for items in added for item in items]:
         if name not in modules:
             raise HapError(f"the plan does not fit this model: it has no module {name!r}")
     for graft in plan.grafts:
@@ -88,6 +89,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     for widen in plan.widenings:
         if not _distinct_below(widen.index, widen.width):
             raise HapError(f"the plan is damaged: {widen.module} cannot be spread over {widen.width} channels")
+    for narrow in plan.narrowings:
+        if not narrow.index or not _distinct_below(narrow.index, narrow.size):
+            raise HapError(f"the plan is damaged: {narrow.module} cannot pick {list(narrow.index)} of {narrow.size}")
 
 
 def _distinct_below(values: tuple[int, ...], size: int) -> bool:
@@ -126,6 +130,8 @@ def _follow(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
         _attach_implant(modules[graft.module], implants[graft.module], graft)
     for widen in plan.widenings:
         _attach_widening(modules[widen.module], widen)
+    for narrow in plan.narrowings:
+        _attach_narrowing(modules[narrow.module], narrow)
 
 
 def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[str, str]:
@@ -220,6 +226,35 @@ def _attach_widening(module: nn.Module, widen: Widen) -> None:
     device = next(iter([*module.parameters(), *module.buffers()])).device
     module.add_module("stream", Stream(widen.index, widen.width, device))
     module.register_forward_hook(_to_stream)
+
+
+class Part(nn.Module):
+    """Picks some indices along an axis of a tensor that a module is called with."""
+
+    def __init__(self, narrow: Narrow, device: torch.device):
+        super().__init__()
+        self.argument, self.dim = narrow.argument, narrow.dim
+        self.register_buffer("index", torch.tensor(narrow.index, device=device), persistent=False)
+
+    def forward(self, table: Tensor) -> Tensor:
+        return table.index_select(self.dim, self.index)  # type: ignore[arg-type]
+
+
+def _pick_parts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The forward pre-hook of a module that gets parts of tables."""
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for part in module.parts:
+        given[part.argument] = part(given[part.argument])
+    return tuple(given[i] for i in range(len(args))), {k: v for k, v in given.items() if isinstance(k, str)}
+
+
+def _attach_narrowing(module: nn.Module, narrow: Narrow) -> None:
+    if not hasattr(module, "parts"):
+        module.add_module("parts", nn.ModuleList())
+        module.register_forward_pre_hook(_pick_parts, with_kwargs=True)
+    device = next(iter([*module.parameters(), *module.buffers()])).device
+    assert isinstance(module.parts, nn.ModuleList)
+    module.parts.append(Part(narrow, device))
 
 
 def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:

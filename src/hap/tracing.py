@@ -15,9 +15,23 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
+from hap.entries import Arguments, Entry, find_entries, recording
 from hap.errors import HapError
 from hap.examples import call_arguments, describe, evaluating, run
-from hap.groups import Frozen, Group, Groups, Ints, Length, Producer, Product, Scatter, Site, Term, components
+from hap.groups import (
+    Frozen,
+    Group,
+    Groups,
+    Ints,
+    Length,
+    Narrowing,
+    Producer,
+    Product,
+    Scatter,
+    Site,
+    Term,
+    components,
+)
 from hap.trials import Trial
 from hap.weights import View
 
@@ -35,7 +49,7 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
-    tracer = Tracer(model, _capture(model, example), coupling)
+    tracer = Tracer(model, *_capture(model, example), coupling)
     tracer.run()
     groups = tracer.finish(describe(example))
     if not stream:
@@ -44,7 +58,10 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
         tracer.freeze(groups[name].classes, name, "left alone as asked")
     groups = tracer.finish(describe(example))
     trial = Trial(model, example, groups, tracer.sized_classes(), tracer.counting_attributes())
-    for name in trial.misfits():
+    misfits = trial.misfits()
+    if misfits and len(misfits) == len(trial.suspects):  # is it the size, or does nothing run at all?
+        _check_runs(model, example)
+    for name in misfits:
         tracer.freeze(groups[name].classes, name, "the model's forward counts on its size")
     tracer.lengths += trial.found
     return tracer.finish(describe(example))
@@ -60,10 +77,11 @@ def _check_runs(model: nn.Module, example: Any) -> None:
         raise HapError(f"{type(model).__name__} does not run on this example: {reason}") from error
 
 
-def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+def _capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgram, Arguments]:
+    """The graph of the model, and what its modules were called with."""
     args, kwargs = call_arguments(example)
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), recording(model) as called:
             program = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         _check_runs(model, example)
@@ -80,7 +98,7 @@ def _capture(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
                 f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of {node.name} "
                 "depends on tensor values. Trace parts of the model instead, see hap.parts."
             )
-    return program
+    return program, called
 
 
 def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
@@ -117,8 +135,12 @@ def _insert(graph: fx.Graph, region: fx.GraphModule, before: fx.Node, operands: 
 class Tracer:
     """Holds the labels while the rules run. Rules call `labels`, `axis`, `tie`, `join`, `freeze` and `set_*`."""
 
-    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, coupling: str):
+    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, called: Arguments, coupling: str):
         self.program = program
+        self.entries = find_entries(program, called)
+        self.entered: dict[tuple[fx.Node, Entry], Tensor] = {}
+        self.narrowings: list[Narrowing] = []
+        self.reader: fx.Node | None = None
         self.coupling = coupling
         self.values: dict[fx.Node, Any] = {}
         self.parameters: dict[fx.Node, str] = {}
@@ -172,7 +194,21 @@ class Tracer:
         """The labels of a tensor: one integer per position, with size 1 along axes where they do not vary."""
         if node in self.parameters:
             return self._parameter_labels(self.parameters[node])
-        return self.values[node]
+        entry = self.entries.get((node, self.reader)) if self.reader is not None else None
+        return self.values[node] if entry is None else self._entered(node, entry)
+
+    def _entered(self, table: fx.Node, entry: Entry) -> Tensor:
+        """The labels of a table inside a module that picks its own part of it along the one axis where it varies."""
+        if (table, entry) not in self.entered:
+            labels = self.values[table]
+            long = [d for d, size in enumerate(labels.shape) if size > 1]
+            if len(long) == 1 and rules.varies(labels):
+                self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
+                own = self.fresh(labels.numel())
+                self.narrowings.append(Narrowing(entry.module, entry.argument, long[0], own))
+                labels = torch.from_numpy(own).view(labels.shape)
+            self.entered[table, entry] = labels
+        return self.entered[table, entry]
 
     def _parameter_labels(self, name: str) -> Tensor:
         """A vector (up to size-1 axes) carries labels of its own; a matrix used freely may not be cut at all."""
@@ -252,6 +288,7 @@ class Tracer:
             if node.op == "placeholder" or node in self.views:  # a layer asks for views when it gets there
                 continue
             if node.op == "call_function":
+                self.reader = node
                 self.values[node] = rules.apply(self, node)
                 if node in anchors:
                     self.values[node] = self._promote(anchors[node], self.values[node])
@@ -315,6 +352,7 @@ class Tracer:
             products=tuple(Product(root[p.classes], p.positions) for p in self.products),
             direct=frozenset(w for w in self._direct if self._uses[w] == 1),
             sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
+            narrowings=tuple(replace(x, classes=root[x.classes]) for x in self.narrowings),
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
             scales=tuple(dict.fromkeys(self.scales)),
             spanned=frozenset(int(c) for s in self.spanned for c in root[s]) - {0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,10 @@ from hap.plans import draft
 from hap.surgery import check_by_running
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
+
+
+MOST_CHOICES = 16
+"""How many choices of attributes are tried for a kind of group."""
 
 
 class Trial:
@@ -62,8 +67,8 @@ class Trial:
         able = {}
         for name in self.suspects:
             if (needed := kinds[_kind_of(name)]) is not None:
-                attributes = {x.attribute for x in needed}
-                able[name] = [x for x in self._counting(name) if x.attribute in attributes]
+                attributes = set(map(_attribute_kind, needed))
+                able[name] = [x for x in self._counting(name) if _attribute_kind(x) in attributes]
         for _ in range(2):
             lengths = [x for needed in able.values() for x in needed]
             if able and self._fits(list(able), lengths):
@@ -76,11 +81,15 @@ class Trial:
         return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
 
     def _needs(self, name: str) -> list[Length] | None:
-        """The attributes that must follow this group: none, all that count its units, or one of them. None: no way."""
+        """The attributes that must follow this group. None: no choice of those that count its units works."""
         counting = self._counting(name)
-        for choice in [[], counting, *([x] for x in counting if len(counting) > 1)]:
-            if self._fits([name], choice, rounds=1):
-                return choice
+        names = list(dict.fromkeys(map(_attribute_kind, counting)))
+        many = sorted(range(len(names) + 1), key=lambda n: (n > 0, -n))  # none of them, all, all but one, ...
+        choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in many)
+        for chosen in itertools.islice(choices, MOST_CHOICES):
+            needed = [x for x in counting if _attribute_kind(x) in chosen]
+            if self._fits([name], needed, rounds=1):
+                return needed
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int = 2) -> bool:
@@ -99,6 +108,10 @@ class Trial:
 def _kind_of(name: str) -> str:
     """Names that differ in their numbers alone, such as those of repeated blocks, are of one kind."""
     return re.sub(r"\d+", "#", name)
+
+
+def _attribute_kind(length: Length) -> tuple[str, str, int]:
+    return _kind_of(length.module), length.attribute, length.entry
 
 
 def _trial_removals(groups: Groups) -> list[Removal]:

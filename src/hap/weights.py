@@ -148,7 +148,8 @@ def _read(view: View, places: Iterable[Tensor]) -> View | None:
             found[axis] = (dim, place[tuple(slice(None) if i == axis else 0 for i in range(place.ndim))].numpy())
     if len(found) != ndim:  # an axis of length one belongs to no axis of the parameter for certain
         return None
-    return View(view.name, view.shape, *zip(*(found[i] for i in range(ndim)), strict=True))
+    axes = [found[i] for i in range(ndim)]
+    return View(view.name, view.shape, tuple(dim for dim, _ in axes), tuple(index for _, index in axes))
 
 
 def _computed(tracer: Tracer, node: fx.Node) -> View | None:
