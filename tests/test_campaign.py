@@ -83,6 +83,27 @@ def test_a_time_limit_stops_between_epochs_and_the_same_call_goes_on(data: Data,
     assert stopped["history"]["loss"] == json.loads(again.result("dense").read_text())["history"]["loss"]
 
 
+def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Folders) -> None:
+    job = make_jobs(2)[1]
+    results, networks = {}, {}
+    for form, masked_from in (("masked", 0.0), ("pruned", 2.0)):
+        place = Folders(folders.results / form, folders.networks / form, folders.work / form)
+        put_dense(place)
+        work_off([job], data, place, seconds=1e-3, say=quiet, masked_from=masked_from)
+        assert not place.result(job.name).exists()
+        work_off([job], data, place, say=quiet, masked_from=masked_from)
+        results[form] = json.loads(place.result(job.name).read_text())
+        networks[form] = hap.load(place.network(job.name), hap.models.build("resnet20")).state_dict()
+    masked, pruned = results["masked"], results["pruned"]
+    assert (masked["trained"], pruned["trained"]) == ("masked", "pruned")
+    assert sum(implanted for _, implanted, _ in masked["units"].values()) > 0
+    for same in ("params", "macs", "units", "accuracy_before_finetuning", "prune"):
+        assert masked[same] == pruned[same]
+    assert masked["history"]["loss"] == pytest.approx(pruned["history"]["loss"], rel=1e-3)
+    for name, tensor in networks["pruned"].items():
+        torch.testing.assert_close(networks["masked"][name], tensor, rtol=0.02, atol=0.02)
+
+
 def test_a_dense_network_that_was_not_kept_is_trained_again_only_where_a_job_needs_it(folders: Folders) -> None:
     jobs = make_jobs()
     put_dense(folders)
@@ -99,7 +120,7 @@ def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> No
     work_off([job], data, folders, say=quiet)
     result = json.loads(folders.result("eigen").read_text())
     assert result["prune"]["criterion"] == "eigendamage" and result["ranks"] and result["units"] is None
-    assert 0.4 < result["params_left"] <= 0.5
+    assert 0.4 < result["params_left"] <= 0.5 and result["trained"] == "pruned"
     model = opened(folders.network("eigen"), "resnet20", 10)
     assert hap.evaluate(model, data).accuracy == result["accuracy_in_half_precision"]
 
@@ -112,6 +133,7 @@ def test_a_plan_of_another_library_is_waited_for_and_carried_out(data: Data, fol
     write_json(folders.plans / "theirs.json", {"coupling": "joint", "removed": removed})
     work_off([job], data, folders, say=quiet)
     result = json.loads(folders.result("b").read_text())
+    assert result["trained"] == "masked"
     assert result["units"]["layer1.0.conv1"] == [13, 0, 3] and result["units"]["layer3.2.conv1"] == [24, 0, 40]
     tight = replace(job, name="c", prune=BorrowedStep("theirs", 0.5, "taylor"))
     with pytest.raises(hap.HapError, match=r"theirs\.json leaves 0\.\d+ of the FLOPs; expected at most 0\.5"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hap
 from hap.checkpoint import load, read, save
@@ -19,6 +19,7 @@ from hap.errors import HapError
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.starting import BorrowedStep, Step, describe, opened, prune
 from hap.files import write_json
+from hap.masking import dense_form, pruned_form, trains_alike
 from hap.plans import Plan
 from hap.provenance import provenance
 from hap.recipes import Recipe
@@ -26,6 +27,9 @@ from hap.training import History, evaluate, train_many
 
 Say = Callable[[str], None]
 KIND = "hap-cifar10"
+MASKED_FROM = 0.15
+"""The share of FLOPs left from which a pruned network trains in its dense shape. Odd widths use a GPU poorly; below
+this share, so many fewer multiply-adds should outweigh it. `benchmarks/train_throughput.py` measures both."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,10 @@ def _can_start(job: Job, folders: Folders) -> bool:
 
 
 def work_off(jobs: Sequence[Job], data: Data, folders: Folders, together: int = 8, seconds: float | None = None,
-             revision: str | None = None, say: Say = print) -> None:  # fmt: skip
+             revision: str | None = None, say: Say = print, masked_from: float = MASKED_FROM) -> None:  # fmt: skip
     """Train what is pending, up to `together` jobs of equal length at a time, and stop in time for `seconds`.
 
+    Networks with at least `masked_from` of their FLOPs left train in their dense shape, where that makes no difference.
     Interrupted jobs go on where they stopped when the same jobs are pending in the same order.
     """
     begun = time.monotonic()
@@ -100,31 +105,60 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, together: int = 
         left = None if seconds is None else seconds - (time.monotonic() - begun)
         if left is not None and left <= 0:
             return
-        if not _train(chosen, data, folders, left, revision, say):
+        if not _train(chosen, data, folders, left, revision, say, masked_from):
             return
 
 
-def _train(
-    jobs: Sequence[Job], data: Data, folders: Folders, seconds: float | None, revision: str | None, say: Say
-) -> bool:
+@dataclass(frozen=True)
+class Trainee:
+    """A job's network in the shape that it trains in. With `masks`, it is the dense shape of what `plan` leaves."""
+
+    model: nn.Module
+    plan: Plan | None
+    masks: dict[str, Tensor] | None
+
+    @property
+    def form(self) -> str:
+        return "pruned" if self.masks is None else "masked"
+
+    def finished(self, data: Data) -> nn.Module:
+        """The network to be recorded: the pruned one."""
+        if self.masks is None:
+            return self.model
+        assert self.plan is not None
+        return pruned_form(self.model, self.plan, example_of(data))
+
+
+def _train(jobs: Sequence[Job], data: Data, folders: Folders, seconds: float | None, revision: str | None, say: Say,
+           masked_from: float) -> bool:  # fmt: skip
     """One batch of jobs; True when they are finished and recorded."""
     begun = time.monotonic()
-    models = [_start(job, data, folders, say) for job in jobs]
+    trainees = [_trainee(job, data, folders, say, masked_from) for job in jobs]
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
     name = hashlib.sha256("\n".join(job.name for job in jobs).encode()).hexdigest()[:12]
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
     histories = train_many(
-        models, data, [job.recipe for job in jobs], teachers=teachers, checkpoint_dir=folders.work / name,
-        seconds=left, progress=False,
+        [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
+        masks=[t.masks for t in trainees], checkpoint_dir=folders.work / name, seconds=left, progress=False,
     )  # fmt: skip
     done = True
-    for job, model, history in zip(jobs, models, histories, strict=True):
+    for job, trainee, history in zip(jobs, trainees, histories, strict=True):
         say(f"{job.name}: {history.epochs}/{job.recipe.epochs} epochs, test accuracy {history.final_accuracy}")
         if history.epochs == job.recipe.epochs:
-            _record(job, model, history, data, folders, len(jobs), revision)
+            _record(job, trainee, history, data, folders, len(jobs), revision)
         done &= history.epochs == job.recipe.epochs
     say(f"{sum(h.images_per_second[-1] for h in histories):.0f} images/s, {len(jobs)} networks side by side")
     return done
+
+
+def _trainee(job: Job, data: Data, folders: Folders, say: Say, masked_from: float) -> Trainee:
+    """The job's network as training begins, in the shape that trains faster."""
+    model = _start(job, data, folders, say)
+    plan = read(folders.started(job.name)).plan if job.prune is not None else None
+    if plan is None or not trains_alike(plan) or plan.after.macs < masked_from * plan.before.macs:
+        return Trainee(model, plan, None)
+    whole, masks = dense_form(model, plan, fresh(job.model, data.classes).to(data.train.images.device))
+    return Trainee(whole, plan, masks)
 
 
 def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
@@ -150,12 +184,13 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     return load(folders.network(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
 
 
-def _record(job: Job, model: nn.Module, history: History, data: Data, folders: Folders, together: int,
+def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, together: int,
             revision: str | None) -> None:  # fmt: skip
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
+    model = trainee.finished(data)
     accuracy = evaluate(model, data).accuracy
     started = read(folders.started(job.name)) if job.prune is not None else None
-    plan, ranks = (started.plan, started.about.get("ranks")) if started else (None, None)
+    plan, ranks = trainee.plan, started.about.get("ranks") if started else None
     _round_to_half(model)
     example = example_of(data)
     count, dense = hap.cost(model, example), hap.cost(fresh(job.model, data.classes), example.cpu())
@@ -169,6 +204,7 @@ def _record(job: Job, model: nn.Module, history: History, data: Data, folders: F
         "params": count.params, "macs": count.macs,
         "params_left": count.params / dense.params, "macs_left": count.macs / dense.macs,
         "units": _units(plan) if plan else None, "ranks": ranks,
+        "trained": trainee.form if job.prune else "dense",
         "seconds": sum(history.seconds), "side_by_side": together, "history": history.to_dict(),
     } | provenance(revision)  # fmt: skip
     about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name, "ranks": ranks}
