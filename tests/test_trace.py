@@ -277,3 +277,21 @@ def test_layers_that_share_a_table_lose_their_own_heads() -> None:
     }
     assert hap.Plan.from_json(plan.to_json()) == plan
     check_pruned(model, groups, plan, example)
+
+
+class Coincidence(nn.Module):
+    """Two numbers are 16, and only one of them is the width of what is viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.span = 16, 16
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.table = nn.Parameter(torch.randn(32, 4) * 1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).view(len(x), self.width)) + self.table[self.span + torch.arange(len(x))]
+
+
+def test_a_number_that_is_equal_by_chance_does_not_follow() -> None:
+    groups = hap.trace(Coincidence().eval(), torch.randn(2, 8))
+    assert [x.attribute for x in groups.lengths] == ["width"]

@@ -375,7 +375,7 @@ class Tracer:
         Or of one part of something split there, by sizes in a tuple.
         """
         found = {}
-        for module, labels, part in self.shaped:
+        for module, labels, part in (x for x in self.shaped if x[1].numel()):
             roots = torch.from_numpy(self.root[labels.numpy()])
             for dim, size in enumerate(labels.shape):
                 rows = roots.movedim(dim, 0).reshape(size, -1)

@@ -18,7 +18,7 @@ from hap.surgery import check_by_running
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 
 
-MOST_CHOICES = 16
+MOST_CHOICES = 32
 """How many choices of attributes are tried for a kind of group."""
 
 
@@ -58,7 +58,7 @@ class Trial:
         """
         for lengths in ([], self.candidates):
             if self._fits(self.suspects, lengths):
-                self.found = lengths
+                self.found = self._needed(lengths)
                 return []
         kinds: dict[str, list[Length] | None] = {}
         for name in self.suspects:
@@ -80,12 +80,19 @@ class Trial:
     def _counting(self, name: str) -> list[Length]:
         return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
 
+    def _needed(self, lengths: list[Length]) -> list[Length]:
+        """Without those that need not follow: a number may equal the length of an axis by chance."""
+        for kind in dict.fromkeys(map(_attribute_kind, lengths)):
+            fewer = [x for x in lengths if _attribute_kind(x) != kind]
+            if self._fits(self.suspects, fewer, rounds=1):
+                lengths = fewer
+        return lengths
+
     def _needs(self, name: str) -> list[Length] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
         counting = self._counting(name)
         names = list(dict.fromkeys(map(_attribute_kind, counting)))
-        many = sorted(range(len(names) + 1), key=lambda n: (n > 0, -n))  # none of them, all, all but one, ...
-        choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in many)
+        choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
         for chosen in itertools.islice(choices, MOST_CHOICES):
             needed = [x for x in counting if _attribute_kind(x) in chosen]
             if self._fits([name], needed, rounds=1):
