@@ -1,25 +1,57 @@
-"""Training throughput of ResNet-56: a plain PyTorch loop against `train` and `train_many`.
+"""Training throughput: pruned networks side by side as they are and in their dense shape, and plain loops.
 
-    python benchmarks/train_throughput.py results.json
+    python benchmarks/train_throughput.py OUT.json --data data/cifar10 --revision HASH     # about 2.5 minutes on a GPU
+    python benchmarks/train_throughput.py OUT.json --loops --compile                       # more parts, compiler last
+    python benchmarks/train_throughput.py OUT.json --small --loops                         # in miniature, as a check
 
-Images are random: speed does not depend on them. On a machine without CUDA it runs in miniature, as a check.
+Forms: `dense` is the whole network; `pruned` has what random scores in union coupling leave of it, so that widths are
+odd; `masked` is the same network in its dense shape with what went held at zero. What is known is written after every
+row. Start-up is what the first epoch takes longer than the others: choosing convolution algorithms and recording the
+step. Shapes that an earlier row has met are known by then, so the first row of a form and batch size tells the most.
 """
 
+from __future__ import annotations
+
 import argparse
-import platform
+import copy
+import gc
+import statistics
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+import hap
 from hap import models
 from hap.data import Data, Split
 from hap.files import write_json
+from hap.masking import dense_form
+from hap.provenance import provenance
 from hap.recipes import Recipe
 from hap.training import train, train_many
+
+Masks = dict[str, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: `steps` an epoch, of which the first epoch is the start-up."""
+
+    model: str
+    batches: tuple[int, ...]
+    counts: tuple[int, ...]
+    steps: int
+    epochs: int
+    plans: int
+
+
+FULL = Scale("resnet56", (64, 128), (8, 12, 4), 50, 5, plans=4)
+SMALL = Scale("resnet20", (8,), (2, 1), 2, 2, plans=2)
 
 
 def random_data(images: int) -> Data:
@@ -27,9 +59,99 @@ def random_data(images: int) -> Data:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (images, 3, 32, 32), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 10, (images,), generator=generator)
-    test = Split(pixels[:100], labels[:100])
     half = (0.5, 0.5, 0.5)
-    return Data(Split(pixels, labels), test, 10, mean=half, std=half, name="random", pad=4, flip=True)
+    return first(Data(Split(pixels, labels), Split(pixels, labels), 10, half, half, "random", 4, True), images)
+
+
+def first(data: Data, images: int) -> Data:
+    """So many of the training images, and a few of the others."""
+    cut = {"train": (data.train, images), "test": (data.test, 100)}
+    return replace(data, **{k: Split(s.images[:n], s.labels[:n]) for k, (s, n) in cut.items()})
+
+
+# ---- forms of a pruned network ------------------------------------------------------------------------------
+
+
+class Networks:
+    """Dense networks, and what some plans leave of them; the plans are made once."""
+
+    def __init__(self, scale: Scale, left: float, device: str) -> None:
+        self.dense = models.build(scale.model).to(device).eval()
+        example = torch.zeros(1, 3, 32, 32, device=device)
+        groups = hap.trace(self.dense, example, "union")
+        scores = [hap.score(self.dense, groups, None, None, hap.Random(seed=seed)) for seed in range(scale.plans)]
+        self.plans = [hap.plan(groups, one, hap.Budget(flops=left)) for one in scores]
+        self.pruned = [hap.apply_(copy.deepcopy(self.dense), plan, example) for plan in self.plans]
+
+    def make(self, form: str, count: int) -> list[tuple[nn.Module, Masks]]:
+        """So many networks of a form, with their masks."""
+        if form == "dense":
+            return [(copy.deepcopy(self.dense), None) for _ in range(count)]
+        turns = [i % len(self.plans) for i in range(count)]
+        if form == "pruned":
+            return [(copy.deepcopy(self.pruned[i]), None) for i in turns]
+        return [dense_form(self.pruned[i], self.plans[i], self.dense) for i in turns]
+
+
+def compile_steps_(model: nn.Module) -> None:
+    """Compile the forward of training alone: evaluation, with other shapes, would be compiled anew."""
+    plain = model.forward
+    fast = torch.compile(plain, dynamic=False)
+    model.forward = lambda x: (fast if model.training else plain)(x)  # type: ignore[method-assign]
+
+
+def row(networks: Networks, form: str, count: int, batch: int, data: Data, scale: Scale, bf16: bool,
+        compiled: bool = False) -> dict[str, Any]:  # fmt: skip
+    """Images a second of `count` networks together over all epochs but the first."""
+    begun = time.perf_counter()
+    made = networks.make(form, count)
+    for model, _ in made if compiled else ():
+        compile_steps_(model)
+    recipe = Recipe(scale.epochs, batch, lr=0.02, precision="bf16" if bf16 else "fp32", eval_every=scale.epochs)
+    recipes = [replace(recipe, seed=seed) for seed in range(count)]
+    part = first(data, scale.steps * batch)
+    histories = train_many([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False)
+    seconds = histories[0].seconds
+    found = {
+        "form": form, "networks": count, "batch": batch, "compiled": compiled,
+        "images_per_second": count * batch * scale.steps * (scale.epochs - 1) / sum(seconds[1:]),
+        "startup_seconds": seconds[0] - statistics.mean(seconds[1:]),
+        "steps": scale.steps * (scale.epochs - 1), "wall_seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    if compiled:
+        found["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+def forms(networks: Networks, data: Data, scale: Scale, bf16: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    """Every form, count and batch size, the most telling first, as long as there is time."""
+    begun = time.perf_counter()
+    for batch in scale.batches:
+        for count in scale.counts:
+            for form in ("dense", "masked", "pruned"):
+                if time.perf_counter() - begun > seconds:
+                    yield {"form": form, "networks": count, "batch": batch, "skipped": f"after {seconds:.0f} s"}
+                    continue
+                yield row(networks, form, count, batch, data, scale, bf16)
+                _free()
+
+
+def compiled_forms(networks: Networks, data: Data, scale: Scale, bf16: bool) -> Iterator[dict[str, Any]]:
+    """torch.compile inside the recorded step; a failure of the compiler is a result too."""
+    for batch in scale.batches:
+        try:
+            yield row(networks, "masked", scale.counts[0], batch, data, scale, bf16, compiled=True)
+        except Exception as error:
+            yield {
+                "form": "masked",
+                "batch": batch,
+                "compiled": True,
+                "error": f"{type(error).__name__}: {error}"[:500],
+            }
+        _free()
+
+
+# ---- loops --------------------------------------------------------------------------------------------------
 
 
 def eager_fp32(model: nn.Module, data: Data, recipe: Recipe) -> float:
@@ -51,30 +173,25 @@ def eager_fp32(model: nn.Module, data: Data, recipe: Recipe) -> float:
     return count / (time.perf_counter() - begun)
 
 
-def side_by_side(count: int, name: str, data: Data, recipe: Recipe, device: str, graphs: bool = True) -> float:
-    """Images a second of `count` models together, in the last epoch: the first pays for the recording."""
-    networks = [models.build(name).to(device) for _ in range(count)]
-    chosen = [replace(recipe, seed=seed) for seed in range(count)]
-    if count == 1:
-        histories = [train(networks[0], data, chosen[0], progress=False, graphs=graphs)]
-    else:
-        histories = train_many(networks, data, chosen, progress=False, graphs=graphs)
-    return sum(history.images_per_second[-1] for history in histories)
+def alone(name: str, data: Data, recipe: Recipe, graphs: bool) -> float:
+    """Images a second of `train` in the last epoch: the first pays for the recording."""
+    model = models.build(name).to(data.train.images.device)
+    return train(model, data, recipe, progress=False, graphs=graphs).images_per_second[-1]
 
 
-def measure(device: str) -> dict[str, float]:
-    """Images a second by variant."""
-    cuda = device == "cuda"
-    name = "resnet56" if cuda else "resnet20"
-    data = random_data(25_600 if cuda else 64).to(device)
-    recipe = Recipe(3 if cuda else 2, batch=128 if cuda else 16, precision="bf16" if cuda else "fp32", eval_every=99)
-    speeds = {"plain loop, fp32, eager": eager_fp32(models.build(name).to(device), data, recipe)}
-    if cuda:
-        speeds["train, bf16, eager"] = side_by_side(1, name, data, recipe, device, graphs=False)
-    for count in (1, 4, 8) if cuda else (1, 2):
-        label = "train" if count == 1 else f"train_many, {count} models"
-        speeds[f"{label}, {recipe.precision}"] = side_by_side(count, name, data, recipe, device)
-    return speeds
+def loops(data: Data, scale: Scale, bf16: bool) -> Iterator[dict[str, Any]]:
+    """A plain loop against `train`, with its step recorded and without."""
+    name, batch, precision = scale.model, scale.batches[-1], "bf16" if bf16 else "fp32"
+    data = first(data, 2 * scale.steps * batch)
+    recipe = Recipe(3, batch, precision=precision, eval_every=99)
+    calls: dict[str, Callable[[], float]] = {
+        "plain loop, fp32": lambda: eager_fp32(models.build(name).to(data.train.images.device), data, recipe),
+        f"train, {precision}, not recorded": lambda: alone(name, data, recipe, graphs=False),
+        f"train, {precision}": lambda: alone(name, data, recipe, graphs=True),
+    }
+    for label, call in calls.items():
+        yield {"loop": label, "batch": batch, "images_per_second": call()}
+        _free()
 
 
 def _wait() -> None:
@@ -82,18 +199,53 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
+def _free() -> None:
+    """Recorded steps hold memory in cycles of Python objects."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- the command --------------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="JSON file to write")
-    output = parser.parse_args().output
+    parser.add_argument("--data", help="the folder with CIFAR-10; without it pixels are random, at the same speed")
+    parser.add_argument("--revision", help="the source revision to record, where git cannot tell")
+    parser.add_argument("--model", help="a network of hap.models for 32x32 images (default: resnet56)")
+    parser.add_argument("--left", type=float, default=0.3874, help="share of FLOPs left in pruned networks")
+    parser.add_argument("--seconds", type=float, default=150, help="begin no row of the forms after so long")
+    parser.add_argument("--loops", action="store_true", help="also measure a plain loop against train")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile, last")
+    parser.add_argument("--small", action="store_true", help="in miniature")
+    return parser.parse_args()
+
+
+def main() -> None:
+    begun, given = time.perf_counter(), arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    speeds = measure(device)
-    base = next(iter(speeds.values()))
-    rows = [{"variant": k, "images_per_second": v, "ratio": v / base} for k, v in speeds.items()]
-    for row in rows:
-        print(f"{row['variant']:32} {row['images_per_second']:10.0f} images/s {row['ratio']:7.2f}x")
-    hardware = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    write_json(output, {"hardware": hardware, "torch": torch.__version__, "rows": rows})
+    scale, bf16 = SMALL if given.small else FULL, device == "cuda"
+    scale = replace(scale, model=given.model or scale.model)
+    images = 2 * scale.steps * max(scale.batches)
+    data = (hap.data.load(given.data) if given.data else random_data(images)).to(device)
+    networks = Networks(scale, given.left, device)
+    record: dict[str, Any] = {
+        "model": scale.model, "macs_left": [p.after.macs / p.before.macs for p in networks.plans], "data": data.name,
+        "precision": "bf16" if bf16 else "fp32", "preparing_seconds": time.perf_counter() - begun, "rows": [],
+    } | provenance(given.revision)  # fmt: skip
+    parts = [forms(networks, data, scale, bf16, given.seconds)]
+    parts += [loops(data, scale, bf16)] if given.loops else []
+    parts += [compiled_forms(networks, data, scale, bf16)] if given.compile else []
+    for part in parts:
+        for found in part:
+            record["rows"].append(found)
+            print(
+                "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()), flush=True
+            )
+            write_json(given.output, record)
+    print(f"{time.perf_counter() - begun:.0f} s in all")
 
 
 if __name__ == "__main__":

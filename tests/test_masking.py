@@ -129,3 +129,15 @@ def test_masks_that_do_not_fit_are_refused(data: Data) -> None:
         train_many([masked], data, [recipe], masks=[masks, None], progress=False)
     with pytest.raises(hap.HapError, match=r"mask of head\.weight has shape \(2,\): expected \(5, 8\)"):
         train_many([masked], data, [recipe], masks=[{"head.weight": torch.ones(2)}], progress=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_steps_hold_masks_on_cuda(data: Data, precision: str) -> None:
+    recipe = hap.Recipe(4, batch=8, lr=0.02, ema=0.9, precision=precision)
+    pruned, masked, masks = small_pair()
+    histories = train_many(
+        [pruned.cuda(), masked.cuda()], data, [recipe, recipe], masks=[None, masks], progress=False
+    )  # fmt: skip
+    assert histories[1].loss == pytest.approx(histories[0].loss, rel=0.05)
+    assert all(not masked.get_parameter(name)[mask.cuda() == 0].any() for name, mask in masks.items())

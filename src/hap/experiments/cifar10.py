@@ -1,7 +1,8 @@
 """The paper's CIFAR-10 experiments as jobs. The most telling come first.
 
 Protocol `paper`: the paper's fine-tuning (160 epochs, batch 64, step decay), union coupling, one pass of pruning, no
-other help. Mixed precision (bf16) is the one liberty taken with it.
+other help. Mixed precision (bf16) is the one liberty taken with it. Where it is faster, networks train in their dense
+shape with what went held at zero, which takes the same steps (`hap.masking`).
 Protocol `best`: distillation from the dense network, cosine, running average of the weights, least-squares implants,
 compensation, score per multiply-add saved.
 Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of accuracy against size.
