@@ -136,8 +136,6 @@ def test_masks_that_do_not_fit_are_refused(data: Data) -> None:
 def test_recorded_steps_hold_masks_on_cuda(data: Data, precision: str) -> None:
     recipe = hap.Recipe(4, batch=8, lr=0.02, ema=0.9, precision=precision)
     pruned, masked, masks = small_pair()
-    histories = train_many(
-        [pruned.cuda(), masked.cuda()], data, [recipe, recipe], masks=[None, masks], progress=False
-    )  # fmt: skip
+    histories = train_many([pruned.cuda(), masked.cuda()], data, [recipe, recipe], masks=[None, masks], progress=False)
     assert histories[1].loss == pytest.approx(histories[0].loss, rel=0.05)
     assert all(not masked.get_parameter(name)[mask.cuda() == 0].any() for name, mask in masks.items())
