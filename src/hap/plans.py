@@ -178,9 +178,10 @@ def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mappi
 def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
     if name not in groups:
         raise HapError(f"there is no group {name!r}; expected one of {', '.join(groups)}")
-    listed = [int(u) for u in units]
-    if wrong := [u for u in listed if not 0 <= u < len(groups[name])]:
-        raise HapError(f"unit {wrong[0]} of {name!r} does not exist; units go from 0 to {len(groups[name]) - 1}")
+    listed, size = [int(u) for u in units], len(groups[name])
+    if listed and not (min(listed) >= 0 and max(listed) < size):
+        wrong = next(u for u in listed if not 0 <= u < size)
+        raise HapError(f"unit {wrong} of {name!r} does not exist; units go from 0 to {size - 1}")
     return listed
 
 

@@ -27,21 +27,15 @@ class Trial:
 
     A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute of the
     module such as `num_heads`; running it does. `candidates` are such attributes, and `found` those that had to follow.
-    All groups that are not suspects are tried first, and are cut short in all later trials, so that these run fast.
     """
 
     def __init__(self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length]):
         self.model, self.example, self.groups, self.candidates = model, example, groups, candidates
         self.removals = _trial_removals(groups)
-        able = [n for n in groups if self.removals[0][1][n]]
-        self.suspects = [n for n in able if np.isin(self._reach(n), sized).any()]
+        self.able = [n for n in groups if self.removals[0][1][n]]
+        self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
         self.found: list[Length] = []
-        rest = [n for n in able if n not in self.suspects]
-        if self._fits(rest, [], rounds=1):
-            self.rest = [n for n in rest if not self._spanned(n)]
-        else:
-            self.suspects = able
 
     def _reach(self, name: str) -> Ints:
         classes = self.groups[name].classes
@@ -53,13 +47,19 @@ class Trial:
     def misfits(self) -> list[str]:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`.
 
-        All at once, if that works; else one group of each kind of name decides for its kind, and if its kin does not
-        bear that out, each is tried by itself.
+        All groups at once, if that works; else those that are not suspects, which are cut short in all later trials, so
+        that these run fast. Then one group of each kind of name decides for its kind, and if its kin does not bear that
+        out, each is tried by itself.
         """
-        for lengths in ([], self.candidates):
-            if self._fits(self.suspects, lengths):
+        for lengths in [[], self.candidates][: 2 if self.candidates else 1]:
+            if self._fits(self.able, lengths):
                 self.found = self._needed(lengths)
                 return []
+        rest = [n for n in self.able if n not in self.suspects]
+        if self._fits(rest, [], rounds=1):
+            self.rest = [n for n in rest if not self._spanned(n)]
+        else:
+            self.suspects = self.able
         kinds: dict[str, list[Length] | None] = {}
         for name in self.suspects:
             if (kind := _kind_of(name)) not in kinds:
@@ -84,7 +84,7 @@ class Trial:
         """Without those that need not follow: a number may equal the length of an axis by chance."""
         for kind in dict.fromkeys(map(_attribute_kind, lengths)):
             fewer = [x for x in lengths if _attribute_kind(x) != kind]
-            if self._fits(self.suspects, fewer, rounds=1):
+            if self._fits(self.able, fewer, rounds=1):
                 lengths = fewer
         return lengths
 
@@ -124,13 +124,13 @@ def _attribute_kind(length: Length) -> tuple[str, str, int]:
 def _trial_removals(groups: Groups) -> list[Removal]:
     """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
 
-    Random parts, since what is regular may fit by chance; first most of each group, since small models run fast. Of
-    every layer something stays.
+    Random parts, since what is regular may fit by chance, and large ones, since small models run fast. Of every layer
+    something stays.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
     pairs = []
-    for low, high in ((0.7, 0.9), (0.2, 0.6)):
+    for low, high in ((0.85, 0.95), (0.75, 0.9)):
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = set()
