@@ -330,10 +330,7 @@ def _model(name: str) -> tuple[nn.Module, Any, Groups]:
     return copy.deepcopy(model), example, groups
 
 
-TIED = pytest.mark.xfail(reason="one bias table ties each head over all layers")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=TIED) if n == "mpnet" else n for n in SETTINGS])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_lines_prune_heads_of(name: str, tmp_path: Any) -> None:
     """The five lines of the README; then equal to the head-masked dense model, and reloaded into a fresh one."""
     model, example, groups = _model(name)

@@ -22,6 +22,10 @@ MOST_CHOICES = 32
 """How many choices of attributes are tried for a kind of group."""
 
 
+SMALL = 12
+"""Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
+
+
 class Trial:
     """Which groups a forward can do without some of. Those that pass through reshapes or splits are suspects.
 
@@ -124,13 +128,13 @@ def _attribute_kind(length: Length) -> tuple[str, str, int]:
 def _trial_removals(groups: Groups) -> list[Removal]:
     """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
 
-    Random parts, since what is regular may fit by chance, and large ones, since small models run fast. Of every layer
-    something stays.
+    Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
+    every layer something stays.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
     pairs = []
-    for low, high in ((0.85, 0.95), (0.75, 0.9)):
+    for few, many in ((0.5, 0.9), (0.2, 0.8)):
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = set()
@@ -140,7 +144,7 @@ def _trial_removals(groups: Groups) -> list[Removal]:
         fewer, more = {}, {}
         for name, group in groups.items():
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
-            first = int(len(order) * draw.uniform(low, high))
+            first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
             fewer[name] = order[:first]
             more[name] = order[: int(draw.integers(first, len(order)) + 1) if order else 0]
         pairs.append((fewer, more))
