@@ -21,6 +21,7 @@ from hap.planning import Budget, Limits, plan
 from hap.plans import Plan, draft
 from hap.pruning import prune_
 from hap.recipes import Recipe
+from hap.rewriting import rewrite
 from hap.scoring import (
     L1,
     OBD,
@@ -52,5 +53,5 @@ __all__ = [
     "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_",
     "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
     "mlps", "models", "only", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
-    "rules", "save", "score", "trace", "train", "zoo",
+    "rewrite", "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

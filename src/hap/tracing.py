@@ -49,7 +49,7 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
-    tracer = Tracer(model, *_capture(model, example), coupling)
+    tracer = Tracer(model, *capture(model, example), coupling)
     tracer.run()
     groups = tracer.finish(describe(example))
     if not stream:
@@ -77,7 +77,7 @@ def _check_runs(model: nn.Module, example: Any) -> None:
         raise HapError(f"{type(model).__name__} does not run on this example: {reason}") from error
 
 
-def _capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgram, Arguments]:
+def capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgram, Arguments]:
     """The graph of the model, and what its modules were called with."""
     args, kwargs = call_arguments(example)
     try:
