@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
 from hap.entries import Arguments, Entry, find_entries, recording
-from hap.errors import HapError
+from hap.errors import CaptureError, HapError
 from hap.examples import call_arguments, describe, evaluating, run
 from hap.groups import (
     Frozen,
@@ -86,7 +86,7 @@ def capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgra
     except Exception as error:
         _check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HapError(
+        raise CaptureError(
             f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
             "model(example) runs, and that its forward does not branch on tensor values; see the cause above."
         ) from error
@@ -94,11 +94,16 @@ def capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgra
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise HapError(
+            raise CaptureError(
                 f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of {node.name} "
                 "depends on tensor values. Trace parts of the model instead, see hap.parts."
             )
     return program, called
+
+
+def _alike(grid: Ints, dims: list[int]) -> bool:
+    """Whether the entries are the same all along these axes."""
+    return all(np.array_equal(grid, np.broadcast_to(grid.take([0], d), grid.shape)) for d in dims)
 
 
 def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
@@ -422,8 +427,22 @@ class Tracer:
             low, high = root[narrow], root[wide]
             merge = (np.isin(low, high) | (low == 0)) & (low != high)
             self.join(low[merge], high[merge])
-            if not merge.any() and not self._settle_partial(root):
+            if not merge.any() and not self._settle_partial(root) and not self._settle_grids(root):
                 return root
+
+    def _settle_grids(self, root: Ints) -> bool:
+        """Tensors stay rectangular: what goes, goes along one axis. True if that joined anything.
+
+        Where labels vary along several axes, such as (query, key, value) x width, those along the shortest are joined.
+        """
+        joined = False
+        for _, labels, _ in self.shaped:
+            grid = root[labels.numpy()]
+            varying = [d for d, size in enumerate(grid.shape) if size > 1]
+            if len(varying) > 1 and not any(_alike(grid, [o for o in varying if o != d]) for d in varying):
+                self.join(grid, grid.take([0], min(varying, key=grid.shape.__getitem__)))
+                joined = True
+        return joined
 
     def _settle_partial(self, root: Ints) -> bool:
         """Decide on operands that lack some of the axes along which another one varies; True if that joined anything.
@@ -433,7 +452,7 @@ class Tracer:
         """
         for grid, table, shared in self.partial:
             classes = root[grid]
-            whole = all(np.array_equal(classes, np.broadcast_to(classes.take([0], d), classes.shape)) for d in shared)
+            whole = _alike(classes, shared)
             wanted = (np.zeros(1, np.int64), table) if whole else (grid, table)
             left, right = np.broadcast_arrays(*wanted)
             if not np.array_equal(root[left], root[right]):

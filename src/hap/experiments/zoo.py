@@ -14,18 +14,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hap
+from hap.errors import HapError
 from hap.examples import call_arguments, run
 from hap.experiments.zoo_models import build
 from hap.experiments.zoo_peer import measure_peer
 from hap.files import write_json
+from hap.groups import Groups
 from hap.parts import captures, parts
 from hap.provenance import provenance
 
@@ -33,10 +36,18 @@ Record = dict[str, Any]
 PEER = "torch_pruning"
 
 
+_WAYS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Groups]]] = {
+    "in place": lambda model, example: (model, hap.trace(model, example)),
+    "as a graph": hap.rewrite,
+    "with its stream": lambda model, example: (model, hap.trace(model, example, stream=True)),
+}
+
+
 def measure(spec: str, flops: float) -> Record:
     """Prune one model by magnitude to a share of its FLOPs, checked by running it; seconds are of one thread.
 
-    A model that torch.export cannot capture is pruned by its parts.
+    A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
+    the graph that hap.rewrite makes of it, or else with its residual stream.
     """
     torch.set_num_threads(1)
     model, example = build(spec)
@@ -57,9 +68,17 @@ def measure(spec: str, flops: float) -> Record:
             subject = timed("parts", lambda: parts(model, example))
             record["parts"], inputs = list(dict.fromkeys(subject.names)), subject.example
             timed("export", lambda: captures(subject, *call_arguments(inputs)))
-        groups = timed("trace", lambda: hap.trace(subject, inputs))
-        scores = hap.score(subject, groups, None, None, "magnitude")
-        plan = timed("plan", lambda: hap.plan(groups, scores, hap.Budget(flops=flops)))
+        for how, trace in _WAYS.items():
+            record["how"] = how
+            subject, groups = timed("trace", partial(trace, subject, inputs))
+            scores = hap.score(subject, groups, None, None, "magnitude")
+            try:
+                plan = timed("plan", partial(hap.plan, groups, scores, hap.Budget(flops=flops)))
+                break
+            except HapError as error:
+                record["why_not_in_place"] = str(error)
+                if how == list(_WAYS)[-1]:
+                    raise
         timed("apply", lambda: hap.apply_(subject, plan, example=inputs))
         count = hap.cost(subject, inputs)
         record |= {
