@@ -112,6 +112,8 @@ def test_score_prints_a_row_per_layer_and_writes_what_prune_reads(dense: Path, t
                                            "--out", out)  # fmt: skip
     assert "--coupling joint" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--coupling", "union",
                                          "--out", out)  # fmt: skip
+    assert "scored without --stream" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--stream",
+                                                "--out", out)  # fmt: skip
     assert "scored by hessian" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--criterion", "l1",
                                           "--out", out)  # fmt: skip
 
@@ -142,9 +144,9 @@ def test_options_of_prune_reach_the_plan(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "pruned.safetensors"
     ok("prune", dense, "--flops", 0.8, "--criterion", "l1", "--round-to", 4, "--leave", "layer1.*", "--per-cost",
        "--compensate", "--per-layer", 0.5, "--implant", 0.5, "--implant-kind", "DepthwiseSeparable", "--coupling",
-       "union", "--calibration", 64, "--out", out)  # fmt: skip
+       "union", "--stream", "--calibration", 64, "--out", out)  # fmt: skip
     plan = hap.read(out).plan
-    assert plan.coupling == "union"
+    assert plan.coupling == "union" and hap.read(out).about["prune"]["stream"] is True
     assert plan.implant.to_dict()["kind"] == "DepthwiseSeparable"
     assert all(not gone for name, gone in plan.removed.items() if name.startswith("layer1."))
     assert all(len(gone) <= 0.5 * (len(gone) + len(plan.kept[name])) for name, gone in plan.removed.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ class Detector(nn.Module):
             boxes = torch.cat(both) * self.scale
             found.append({"boxes": boxes[boxes[:, 0] > threshold]})
         return found
+
+
+class Particular(Detector):
+    """A detector that looks at the width of its head before it chooses."""
+
+    def forward(self, images: list[Tensor], threshold: float = 0.0) -> list[dict[str, Tensor]]:
+        if self.head[0].out_channels != 24:
+            raise ValueError("24 channels expected")
+        return super().forward(images, threshold)
 
 
 def _detector() -> tuple[Detector, tuple[list[Tensor]]]:
@@ -82,3 +92,49 @@ def test_a_model_without_such_parts_is_refused() -> None:
 
     with pytest.raises(hap.HapError, match="can capture no part of Chooser on this example"):
         parts(Chooser(), torch.randn(4))
+
+
+IN_PARTS = (
+    "cannot capture Detector as a whole, so it is pruned in parts: backbone, head; what passes between them is kept"
+)
+
+
+def test_prune_falls_back_to_parts_and_says_so(tmp_path: Path) -> None:
+    model, example = _detector()
+    fresh = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=IN_PARTS):
+        plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    count = hap.cost(model, example)
+    assert (count.params, count.macs) == (plan.after.params, plan.after.macs)
+    assert count.macs <= 0.5 * plan.before.macs
+    assert set(plan.kept) == {"backbone.0", "head.0"}
+    again = hap.load(hap.save(tmp_path / "pruned.safetensors", model, plan), copy.deepcopy(fresh))
+    applied = hap.apply_(fresh, plan, example)  # the plan knows the model's example, not that of the parts
+    for other in (again, applied):
+        for seen, wanted in zip(other(*example), model(*example), strict=True):
+            assert torch.equal(seen["boxes"], wanted["boxes"])
+
+
+def test_parts_are_scored_within_the_whole_model() -> None:
+    model, ((image, _),) = _detector()
+    example = ([image],)  # the backbone runs once, so that it can take an implant
+    seen = []
+
+    def loss(found: list[dict[str, Tensor]], target: float) -> Tensor:
+        seen.append(len(found))
+        return sum(((image["boxes"] - target) ** 2).mean() for image in found)
+
+    with pytest.warns(UserWarning, match=IN_PARTS):
+        plan = hap.prune_(model, example, [(example, 0.5)], loss, params=0.6, implant=hap.Pointwise(0.5, init="lstsq"),
+                          criterion=hap.HessianTrace(probes=4), compensate=True)  # fmt: skip
+    assert set(seen) == {1} and [g.module for g in plan.grafts] == ["backbone.0"]
+    assert hap.cost(model, example).params == plan.after.params
+
+
+def test_a_model_that_needs_what_would_go_is_left_as_it_was() -> None:
+    model, (_, example) = Particular().double().eval(), _detector()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    message = "Particular does not run once its parts are pruned, so nothing was changed: 24 channels expected"
+    with pytest.warns(UserWarning, match="pruned in parts"), pytest.raises(hap.HapError, match=message):
+        hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

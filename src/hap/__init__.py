@@ -17,6 +17,7 @@ from hap.errors import HapError
 from hap.exporting import export
 from hap.implants import DepthwiseSeparable, Implant, LowRank, Pointwise, SpatialLowRank
 from hap.latency import compare_latency, latency
+from hap.parts import parts
 from hap.planning import Budget, Limits, plan
 from hap.plans import Plan, draft
 from hap.pruning import prune_
@@ -52,6 +53,6 @@ __all__ = [
     "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude", "Plan",
     "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_",
     "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
-    "mlps", "models", "only", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
-    "rewrite", "rules", "save", "score", "trace", "train", "zoo",
+    "mlps", "models", "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read",
+    "recipes", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

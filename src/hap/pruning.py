@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hap.compensation import compensate_
-from hap.errors import HapError
+from hap.errors import CaptureError, HapError
+from hap.examples import describe, run
+from hap.groups import Groups
 from hap.implants import Implant
+from hap.parts import Parts, parts
 from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
 from hap.plans import Plan
 from hap.scoring import Criterion, score
@@ -23,8 +29,8 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
            params: float | None = None, flops: float | None = None, channels: float | None = None,
            latency: float | None = None, backend: str = "eager", threads: int | None = None,
            implant: Implant | float | None = None, coupling: str = "joint", criterion: Criterion | str = "hessian",
-           limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), per_cost: bool = False,
-           compensate: bool = False, verify: bool = True) -> Plan:  # fmt: skip
+           limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), stream: bool = False,
+           per_cost: bool = False, compensate: bool = False, verify: bool = True) -> Plan:  # fmt: skip
     """Prune `model` in place to one budget and return the plan. Budgets are the fraction LEFT.
 
         plan = hap.prune_(model, example, batches, torch.nn.functional.cross_entropy, flops=0.4, implant=0.2)
@@ -32,13 +38,17 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
     The model should be trained and in eval mode. `implant` is a share of the removed units to replace by 1x1
     convolutions, or an implant such as `hap.Pointwise(0.2, init="center")`; `compensate` repairs the layers that read
     removed units by least squares. `latency` is met by timing pruned copies on the example, with the `backend` and
-    `threads` of `hap.latency`. If anything fails, the model is left as it was.
+    `threads` of `hap.latency`. `coupling`, `ignore` and `stream` are those of `hap.trace`.
+
+    A model that torch.export cannot capture as a whole, such as a detector, is pruned by the parts that it can
+    (`hap.parts`), and a warning names them: what passes between them is kept, and budgets of FLOPs are those of the
+    parts. If anything fails, the model is left as it was.
     """
     budget = Budget(params=params, flops=flops, channels=channels, latency=latency)
     batches = list(batches) if batches is not None else None
     if compensate and batches is None:
         raise HapError("compensate=True needs batches, an iterable of (input, target)")
-    groups = trace(model, example, coupling, ignore)
+    groups, view = _traced(model, example, coupling, ignore, stream)
     scores = score(model, groups, batches, loss, criterion)
     if budget.latency is None:
         chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
@@ -49,10 +59,44 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
     try:
         if compensate and batches is not None:
             compensate_(model, chosen, batches)
-        apply_(model, chosen, example, verify, batches)
+        if view is not None and verify:
+            _check_parts(model, view, chosen, example)
+        apply_(model, chosen, example, verify and view is None, batches)
     except BaseException:
         for name, parameter in model.named_parameters():
             if name in before:
                 parameter.data.copy_(before[name])
         raise
     return chosen
+
+
+def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],
+            stream: bool) -> tuple[Groups, Parts | None]:  # fmt: skip
+    """The groups of the model, or those of a view of its parts where it cannot be captured as a whole."""
+    try:
+        return trace(model, example, coupling, ignore, stream), None
+    except CaptureError:
+        view = parts(model, example)
+        groups = trace(view, view.example, coupling, ignore, stream)
+        names = ", ".join(dict.fromkeys(view.names))
+        warnings.warn(
+            f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: {names}; what "
+            "passes between them is kept",
+            stacklevel=3,
+        )
+        curved = groups.curved or "what happens between the parts is not known"
+        return replace(groups, curved=curved, example=describe(example)), view
+
+
+def _check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:
+    """Prune a copy: each part must do what the plan says, and the whole must still run."""
+    trial = copy.deepcopy(model)
+    apply_(Parts(trial, list(zip(view.names, view.example, strict=True))), chosen, view.example)
+    try:
+        run(trial, example)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(
+            f"{type(model).__name__} does not run once its parts are pruned, so nothing was changed: {reason}. Leave "
+            "alone what the code between its parts counts on, with ignore=(...)"
+        ) from error

@@ -39,6 +39,9 @@ Criterion = Annotated[
 Coupling = Annotated[
     str, typer.Option(help="At sums of branches: joint (a channel goes from all) or union (the paper's).")
 ]
+Stream = Annotated[
+    bool, typer.Option("--stream", help="Cut the residual stream of a transformer too, which a norm spans.")
+]
 Probes = Annotated[
     int | None, typer.Option(min=2, help="Estimate the Hessian's trace with so many probes, instead of exactly.")
 ]

@@ -26,6 +26,7 @@ from hap.cli.options import (
     Probes,
     Saved,
     Seed,
+    Stream,
     Threads,
     check_not_input,
     check_out,
@@ -57,6 +58,7 @@ def score(
     data: DataSpec = None,
     criterion: Criterion = "hessian",
     coupling: Coupling = "joint",
+    stream: Stream = False,
     probes: Probes = None,
     out: Annotated[Path | None, typer.Option(help="A JSON file for the scores, which hap prune can read.")] = None,
     calibration: Calibration = 512,
@@ -81,11 +83,12 @@ def score(
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     _warn(fewer(found, calibration))
     with working("scoring") as tell:
-        _, scores = score_step(network, found, step, calibration, seed, tell)
+        _, scores = score_step(network, found, step, calibration, seed, tell, stream=stream)
     screen().print(_score_table(scores, criterion))
     if out is not None:
         record = {
-            "kind": KIND, "format": 1, "checkpoint": digest(checkpoint), "coupling": coupling, "data": found.name,
+            "kind": KIND, "format": 1, "checkpoint": digest(checkpoint), "coupling": coupling, "stream": stream,
+            "data": found.name,
             "criterion": step.make_criterion(seed).to_dict(), "about": scores.about,
             "scores": {n: v.tolist() for n, v in scores.items()},
             "errors": {n: v.tolist() for n, v in scores.errors.items()},
@@ -123,6 +126,7 @@ def prune(
     implant_init: Annotated[str | None, typer.Option(help="Start values: lstsq, center or zero.")] = None,
     criterion: Criterion = "hessian",
     coupling: Coupling = "joint",
+    stream: Stream = False,
     probes: Probes = None,
     scores: Annotated[
         Path | None, typer.Option(help="Scores of this checkpoint that hap score wrote, instead of scoring again.")
@@ -168,7 +172,7 @@ def prune(
     _warn(fewer(found, calibration))
     before, cost_before = hap.evaluate(network, found), _cost(network, found)
     with working("pruning") as tell:
-        groups, values = _scores(network, found, step, scores, checkpoint, calibration, seed, tell)
+        groups, values = _scores(network, found, step, scores, checkpoint, calibration, seed, tell, stream)
         if latency is None:
             timing, plan = {}, prune_step(network, found, step, groups, values, calibration, seed, tell)
         else:
@@ -190,7 +194,7 @@ def prune(
             "a call, on {device}; widths are multiples of {round_to}.".format(**timing))  # fmt: skip
     dense = {"accuracy": before.accuracy, "params": cost_before.params, "macs": cost_before.macs}
     metrics = {"accuracy": after.accuracy, "loss": after.loss, "params": cost_after.params, "macs": cost_after.macs}
-    settings = {**dataclasses.asdict(step), "channels": channels, **timing}
+    settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
     described = {**about(spec, found), "prune": settings, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics={**metrics, "dense": dense}, about=described)
     wrote(out)
@@ -212,9 +216,9 @@ def _cost(network: nn.Module, data: Data) -> Count:
 
 
 def _scores(network: nn.Module, data: Data, step: PruneStep, path: Path | None, checkpoint: Path, count: int, seed: int,
-            tell: Any) -> tuple[Groups, Scores]:  # fmt: skip
+            tell: Any, stream: bool) -> tuple[Groups, Scores]:  # fmt: skip
     if path is None:
-        return score_step(network, data, step, count, seed, tell)
+        return score_step(network, data, step, count, seed, tell, stream=stream)
     if not path.is_file():
         raise HapError(f"there is no file {path}")
     found = read_json(path)
@@ -224,9 +228,12 @@ def _scores(network: nn.Module, data: Data, step: PruneStep, path: Path | None, 
         raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
     if found["coupling"] != step.coupling:
         raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
+    if (scored := found.get("stream", False)) != stream:
+        raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
     if found["criterion"]["name"] != step.make_criterion().to_dict()["name"]:
         raise HapError(f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again")
-    groups = hap.trace(network, example_of(data).to(next(iter(network.parameters())).device), step.coupling)
+    example = example_of(data).to(next(iter(network.parameters())).device)
+    groups = hap.trace(network, example, step.coupling, stream=stream)
     return groups, Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
 
 

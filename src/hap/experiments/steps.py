@@ -36,11 +36,12 @@ def fewer(data: Data, count: int) -> str | None:
     return f"{data.name} has {found} training images, not {count}: all of them are used" if found < count else None
 
 
-def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say) -> tuple[Groups, Scores]:
-    """Trace the model and score its units."""
+def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say, *,
+               stream: bool = False) -> tuple[Groups, Scores]:  # fmt: skip
+    """Trace the model, with its residual stream if asked to, and score its units."""
     batches = calibration(data, model, count, seed)
     say("tracing which channels belong together")
-    groups = hap.trace(model, example_of(data).to(batches[0][0].device), step.coupling)
+    groups = hap.trace(model, example_of(data).to(batches[0][0].device), step.coupling, stream=stream)
     say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
     return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
 
