@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-def product(tracer: Tracer, name: str, a: Tensor, a_shape: Shape, b: Tensor, b_shape: Shape) -> Tensor:
+def product(
+    tracer: Tracer, name: str, a: Tensor, a_shape: Shape, b: Tensor, b_shape: Shape, scaled: bool = False
+) -> Tensor:
     """Labels of a @ b: a pointwise product over (batch..., rows, columns, inner), summed over the last axis.
 
     Where labels vary along the inner axis and along others (head by head), the inner ones are joined: what is left
-    after the sum must have one fate. Inner labels alone may go one by one, from both operands.
+    after the sum must have one fate. Inner labels alone may go one by one, from both operands, unless the result is
+    `scaled` by how many there are.
     """
     ndim = max(len(a_shape), len(b_shape))
     a, a_shape = rules.aligned(a, ndim).unsqueeze(-2), (1,) * (ndim - len(a_shape)) + a_shape
@@ -37,6 +40,8 @@ def product(tracer: Tracer, name: str, a: Tensor, a_shape: Shape, b: Tensor, b_s
         return grid.squeeze(-1)
     tracer.sized.append(np.unique(grid.numpy()))
     if grid.numel() == grid.shape[-1]:
+        if scaled:
+            tracer.freeze(grid, name, "scales by the width of its heads")
         return torch.zeros([1] * ndim, dtype=torch.int64)
     tracer.join(grid.numpy(), grid[..., :1].numpy())
     return rules.compress(grid[..., 0])
@@ -91,7 +96,8 @@ def attention(tracer: Tracer, node: fx.Node) -> Any:
                 labels[x] = labels[x].repeat_interleave(repeat, -3)
             shapes[x] = (*shapes[x][:-3], shapes[q][-3], *shapes[x][-2:])
     turned = (*shapes[k][:-2], shapes[k][-1], shapes[k][-2])
-    scores = product(tracer, "attention", labels[q], shapes[q], labels[k].transpose(-1, -2), turned)
+    scaled = arguments.get("scale") is None
+    scores = product(tracer, "attention", labels[q], shapes[q], labels[k].transpose(-1, -2), turned, scaled)
     shape: Shape = (*shapes[q][:-1], shapes[k][-2])
     if isinstance(mask := arguments.get("attn_mask"), fx.Node):
         bias = rules.aligned(tracer.labels(mask), len(shape))

@@ -261,6 +261,9 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         value = tracer.labels(a) if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor) else None
         return value.expand(shape_of(a)).contiguous() if value is not None else a.meta.get("val")
 
+    if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
+        channels = along(tracer, node.args[0], 1)  # type: ignore[arg-type]
+        tracer.shaped.append((tracer.module(node), torch.from_numpy(channels).view(int(node.args[1]), -1), None))  # type: ignore[arg-type]
     args, kwargs = fx.map_arg((node.args, node.kwargs), full)
     try:
         result = node.target(*args, **kwargs)  # type: ignore[operator]

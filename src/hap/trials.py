@@ -24,6 +24,8 @@ MOST_CHOICES = 32
 
 SMALL = 12
 """Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
+SMALL_MODEL = 100
+"""Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
 
 
 class Trial:
@@ -103,7 +105,7 @@ class Trial:
                 return needed
         return None
 
-    def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int = 2) -> bool:
+    def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
         """Whether the model does without parts of these groups. Those under a norm apart: their values must change."""
         groups = replace(self.groups, lengths=(*self.groups.lengths, *lengths))
         for part in ([n for n in names if not self._spanned(n)], [n for n in names if self._spanned(n)]):
@@ -134,7 +136,9 @@ def _trial_removals(groups: Groups) -> list[Removal]:
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
     pairs = []
-    for few, many in ((0.5, 0.9), (0.2, 0.8)):
+    rounds = [(0.5, 0.9), (0.2, 0.8)]
+    rounds += [(0.6, 0.5)] * 4 if groups.units < SMALL_MODEL else []
+    for few, many in rounds:
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = set()
