@@ -7,6 +7,7 @@ slices, and a branch of a stream returns zeros in its dead channels. Nothing her
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -77,11 +78,13 @@ def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Modul
     dense, left = copy.deepcopy(model), alive(groups, plan)
     tensors = dict(dense.named_parameters(remove_duplicate=False)) | dict(dense.named_buffers(remove_duplicate=False))
     modules, grown = dict(dense.named_modules()), dict(pruned.named_modules())
-    readers = {key for group in groups.values() for key in group.consumers}
+    readers = {key for group in groups.values() for key in group.consumers} | _own_readers(groups)
     with torch.no_grad():
         for weight, dim in readers:
             dead = [i for i, c in enumerate(groups.axes[weight, dim].tolist()) if c not in left]
             tensors[weight].data.index_fill_(dim, torch.tensor(dead, dtype=torch.int64), 0)
+        for key, dead in _multiplied(groups, left).items():
+            tensors[key[0]].data.index_fill_(key[1], dead, 0)
     keep = {c.name: list(c.keep) for c in plan.cuts if c.dim == 1}
     for graft in plan.grafts:
         inputs = keep.get(graft.weight, slice(None))
@@ -90,6 +93,19 @@ def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Modul
         dead = [i for i, c in enumerate(scatter.narrow.tolist()) if c not in left]
         modules[scatter.module].register_forward_hook(_silenced(dead))
     return run(dense, example)
+
+
+def _own_readers(groups: Groups) -> set[tuple[str, int]]:
+    """Axes of weights that are used several times: the axis that computes units once may read them elsewhere."""
+    uses = Counter(term.weight for term in groups.terms)
+    return {(p.weight, p.dim) for g in groups.values() for p in g.producers if uses[p.weight] > 1}
+
+
+def _multiplied(groups: Groups, left: set[int]) -> dict[tuple[str, int], Tensor]:
+    """Dead indices that meet other activations in a product, where they are computed: no weight reads a query."""
+    gone = {int(c) for product in groups.products for c in product.classes} - left
+    axes = {key: [i for i, c in enumerate(classes.tolist()) if c in gone] for key, classes in groups.axes.items()}
+    return {key: torch.tensor(dead) for key, dead in axes.items() if dead}
 
 
 def _grafted(rows: list[int], inputs: Any, implant: nn.Module) -> Any:
