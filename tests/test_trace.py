@@ -264,6 +264,8 @@ def test_the_residual_stream_is_left_alone_unless_asked_for() -> None:
     groups = hap.trace(model, example)
     assert set(groups) == {"up"} and "ask for it with stream=True" in str(groups)
     assert set(hap.trace(model, example, stream=True)) == {"stem", "up"}
+    plan = hap.prune_(model, example, criterion="magnitude", params=0.8, stream=True)
+    assert set(plan.kept) == {"stem", "up"}
 
 
 def test_layers_that_share_a_table_lose_their_own_heads() -> None:

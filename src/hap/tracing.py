@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -81,8 +83,8 @@ def capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgra
     """The graph of the model, and what its modules were called with."""
     args, kwargs = call_arguments(example)
     try:
-        with evaluating(model), torch.no_grad(), recording(model) as called:
-            program = torch.export.export(model, args, kwargs, strict=False)
+        with evaluating(model), torch.no_grad(), recording(model) as called, redirect_stderr(StringIO()):
+            program = torch.export.export(model, args, kwargs, strict=False)  # where it fails, it prints half a graph
     except Exception as error:
         _check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
