@@ -1,13 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test zoo lint format clean
+.PHONY: run test fuzz zoo lint format clean
 
 run: .venv/ready  ## train, prune and compare a small network; about a minute after installation
 	$(BIN)/hap demo
 
 test: .venv/ready lint  ## everything that CI checks
 	$(BIN)/python -m pytest
+
+fuzz: .venv/ready  ## check 2,000 random modules; a quarter of an hour on one core
+	$(BIN)/python tests/fuzz.py --count 2000
 
 zoo: .venv/ready  ## prune the models of other libraries listed in examples/zoo.txt; hours on one core
 	$(BIN)/hap zoo examples/zoo.txt --seconds 200
