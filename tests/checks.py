@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,11 +60,11 @@ def same(a: list[Any], b: list[Any]) -> bool:
 # ---- the independent masked reference -----------------------------------------------------------------------
 
 
-def alive(groups: Groups, plan: hap.Plan) -> set[int]:
+def alive(groups: Groups, removed: Mapping[str, Sequence[int]]) -> set[int]:
     """Classes that are left: units that were not removed, and streams that at least one of these feeds."""
     left = {0}
     for name, group in groups.items():
-        gone = set(plan.removed[name])
+        gone = set(removed[name])
         left |= {int(c) for u, c in enumerate(group.classes) if u not in gone}
     for _ in groups.scatters:
         for scatter in groups.scatters:
@@ -75,7 +75,7 @@ def alive(groups: Groups, plan: hap.Plan) -> set[int]:
 
 def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Module, example: Any) -> list[Any]:
     """What the pruned model should return. `pruned` only lends its implants, which are run as they are."""
-    dense, left = copy.deepcopy(model), alive(groups, plan)
+    dense, left = copy.deepcopy(model), alive(groups, plan.removed)
     tensors = dict(dense.named_parameters(remove_duplicate=False)) | dict(dense.named_buffers(remove_duplicate=False))
     modules, grown = dict(dense.named_modules()), dict(pruned.named_modules())
     readers = {key for group in groups.values() for key in group.consumers} | _own_readers(groups)
@@ -139,7 +139,7 @@ def implantable(groups: Groups) -> dict[str, list[int]]:
 
 
 def random_plan(groups: Groups, seed: int, share: float = 0.5, implant: hap.Implant | None = None) -> hap.Plan:
-    """Every unit goes with probability `share`, but one of each layer stays; half of what goes may be implanted."""
+    """Every unit goes with probability `share`, but something of each layer stays; half of it may be implanted."""
     draw = np.random.default_rng(seed)
     removed, implanted = {}, {}
     able = implantable(groups)
@@ -148,7 +148,17 @@ def random_plan(groups: Groups, seed: int, share: float = 0.5, implant: hap.Impl
         out = [u for u in np.flatnonzero(draw.random(len(group)) < share).tolist() if u not in stays]
         take = [u for u in out if u in able[name] and draw.random() < 0.5] if implant is not None else []
         removed[name], implanted[name] = [u for u in out if u not in take], take
+    _put_back(groups, removed)
     return hap.draft(groups, removed, implanted, implant)
+
+
+def _put_back(groups: Groups, removed: dict[str, list[int]]) -> None:
+    """Keep a unit of every axis, and of all that an attribute counts, of which nothing would be left."""
+    for classes in groups.spans():
+        if not alive(groups, removed) & set(classes.tolist()):
+            sources = {int(n) for n, w in groups.feeds.tolist() if w in classes} | set(classes.tolist())
+            name, unit = next((n, u) for n, out in removed.items() for u in out if groups[n].classes[u] in sources)
+            removed[name].remove(unit)
 
 
 def random_scores(groups: Groups, seed: int = 0) -> dict[str, Tensor]:
