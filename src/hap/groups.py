@@ -93,7 +93,8 @@ class Site:
 class Length:
     """An integer of a module that has to follow an axis: as many as live in `classes`, over `per`.
 
-    Where the attribute is a tuple or list of integers, it is the one at `entry`.
+    Where the attribute is a tuple or list of integers, it is the one at `entry`. Where several axes are as long as it,
+    this is the one with number `axis`.
     """
 
     module: str
@@ -101,6 +102,7 @@ class Length:
     classes: Ints
     per: int = 1
     entry: int = 0
+    axis: int = 0
 
 
 @dataclass(frozen=True)

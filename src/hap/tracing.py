@@ -381,7 +381,7 @@ class Tracer:
 
         Or of one part of something split there, by sizes in a tuple.
         """
-        found = {}
+        found: dict[tuple[str, str, int], dict[bytes, Length]] = {}
         for module, labels, part in (x for x in self.shaped if x[1].numel()):
             roots = torch.from_numpy(self.root[labels.numpy()])
             for dim, size in enumerate(labels.shape):
@@ -392,9 +392,10 @@ class Tracer:
                         for entry, number in enumerate(value if several else [value]):
                             right = part in (None, entry) or not several
                             if type(number) is int and number == size and right:
-                                length = Length(module, attribute, rows[:, 0].numpy(), entry=entry)
-                                found[module, attribute, entry] = length
-        return list(found.values())
+                                classes, axes = rows[:, 0].numpy(), found.setdefault((module, attribute, entry), {})
+                                length = Length(module, attribute, classes, entry=entry, axis=len(axes))
+                                axes.setdefault(classes.tobytes(), length)
+        return [length for axes in found.values() for length in axes.values()]
 
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""

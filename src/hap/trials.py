@@ -123,8 +123,8 @@ def _kind_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _attribute_kind(length: Length) -> tuple[str, str, int]:
-    return _kind_of(length.module), length.attribute, length.entry
+def _attribute_kind(length: Length) -> tuple[str, str, int, int]:
+    return _kind_of(length.module), length.attribute, length.entry, length.axis
 
 
 def _trial_removals(groups: Groups) -> list[Removal]:
