@@ -258,9 +258,3 @@ def test_union_adds_zeros_only_where_needed() -> None:
     both_gone = hap.draft(groups, {"b1.1.0": [0, 3], "stem.0": [0, 3]})
     assert both_gone.widenings == ()
     assert [c.keep for c in both_gone.cuts if c.name == "b2.0.0.weight" and c.dim == 1] == [(1, 2, 4, 5)]
-
-
-def test_a_draft_that_leaves_nothing_to_count_is_refused() -> None:
-    groups = traced("split_by_tuple", "joint")
-    with pytest.raises(hap.HapError, match="nothing would be left of what sizes counts"):
-        hap.draft(groups, {"a": [0, 1, 2, 3]})

@@ -172,10 +172,6 @@ def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mappi
         kept[groups[name].classes[units]] = False
     for name, units in turn.items():
         grafted[groups[name].classes[units]] = True
-    live = groups.alive(kept)
-    if empty := [x for x in groups.lengths if not live[x.classes].any()]:
-        where = f"{empty[0].module}.{empty[0].attribute}".lstrip(".")
-        raise HapError(f"nothing would be left of what {where} counts; keep one of these units at least")
     return assemble(groups, kept, grafted, implant)
 
 

@@ -85,7 +85,10 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         whole = isinstance(old, tuple | list) and 0 <= resize.entry < len(old)
         size = old[resize.entry] if whole else old  # type: ignore[index]
         if type(size) is not int or type(resize.value) is not int or not 1 <= resize.value <= size:
-            raise HapError(f"the plan is damaged: it sets {resize.module}.{resize.attribute} to {resize.value!r}")
+            where = f"{resize.module}.{resize.attribute}".lstrip(".")
+            raise HapError(
+                f"the plan sets {where} to {resize.value!r}: expected 1 to {size}. Keep one of the units that it counts."
+            )
     for widen in plan.widenings:
         if not _distinct_below(widen.index, widen.width):
             raise HapError(f"the plan is damaged: {widen.module} cannot be spread over {widen.width} channels")

@@ -37,7 +37,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length]):
         self.model, self.example, self.groups, self.candidates = model, example, groups, candidates
-        self.removals = _trial_removals(groups)
+        self.removals = _trial_removals(groups, [x.classes for x in candidates])
         self.able = [n for n in groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
@@ -90,7 +90,7 @@ class Trial:
         """Without those that need not follow: a number may equal the length of an axis by chance."""
         for kind in dict.fromkeys(map(_attribute_kind, lengths)):
             fewer = [x for x in lengths if _attribute_kind(x) != kind]
-            if self._fits(self.able, fewer, rounds=1):
+            if self._fits(self.able, fewer):
                 lengths = fewer
         return lengths
 
@@ -127,27 +127,29 @@ def _attribute_kind(length: Length) -> tuple[str, str, int, int]:
     return _kind_of(length.module), length.attribute, length.entry, length.axis
 
 
-def _trial_removals(groups: Groups) -> list[Removal]:
+def _trial_removals(groups: Groups, counted: list[Ints]) -> list[Removal]:
     """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
 
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
-    every layer something stays.
+    every layer something stays, and of what may be `counted`. In the further rounds of small models some groups stay
+    whole, so that it shows which number counts which.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
     pairs = []
-    rounds = [(0.5, 0.9), (0.2, 0.8)]
-    rounds += [(0.6, 0.5)] * 4 if groups.units < SMALL_MODEL else []
-    for few, many in rounds:
+    rounds = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
+    rounds += [(0.6, 0.5, 0.5)] * 4 if groups.units < SMALL_MODEL else []
+    for few, many, often in rounds:
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = set()
-        for classes in groups.spans():
+        for classes in (*groups.spans(), *counted):
             if (classes != 0).all() and len(able := units[groups.sustaining(units, classes)]):
                 spared.add(int(able[np.argmax(rank[able])]))
         fewer, more = {}, {}
         for name, group in groups.items():
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
+            order = order if draw.random() < often else []
             first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
             fewer[name] = order[:first]
             more[name] = order[: int(draw.integers(first, len(order)) + 1) if order else 0]
