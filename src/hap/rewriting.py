@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from hap import rules
+from hap.capturing import capture
 from hap.examples import describe
 from hap.groups import Groups, Ints, Length
 from hap.operators import CONVOLUTIONS
-from hap.tracing import Tracer, capture
+from hap.tracing import Tracer
 from hap.trials import Trial
 
 

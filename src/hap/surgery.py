@@ -87,7 +87,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         if type(size) is not int or type(resize.value) is not int or not 1 <= resize.value <= size:
             where = f"{resize.module}.{resize.attribute}".lstrip(".")
             raise HapError(
-                f"the plan sets {where} to {resize.value!r}: expected 1 to {size}. Keep one of the units that it counts."
+                f"the plan sets {where} to {resize.value!r}: expected 1 to {size}. Keep one of the units it counts."
             )
     for widen in plan.widenings:
         if not _distinct_below(widen.index, widen.width):

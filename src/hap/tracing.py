@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
-from hap.entries import Arguments, Entry, find_entries, recording
-from hap.errors import CaptureError, HapError
-from hap.examples import call_arguments, describe, evaluating, run
+from hap.capturing import capture, check_runs
+from hap.entries import Arguments, Entry, find_entries
+from hap.errors import HapError
+from hap.examples import describe
 from hap.groups import (
     Frozen,
     Group,
@@ -62,45 +61,11 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     trial = Trial(model, example, groups, tracer.sized_classes(), tracer.counting_attributes())
     misfits = trial.misfits()
     if misfits and len(misfits) == len(trial.suspects):  # is it the size, or does nothing run at all?
-        _check_runs(model, example)
+        check_runs(model, example)
     for name in misfits:
         tracer.freeze(groups[name].classes, name, "the model's forward counts on its size")
     tracer.lengths += trial.found
     return tracer.finish(describe(example))
-
-
-def _check_runs(model: nn.Module, example: Any) -> None:
-    try:
-        run(model, example)
-    except HapError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HapError(f"{type(model).__name__} does not run on this example: {reason}") from error
-
-
-def capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgram, Arguments]:
-    """The graph of the model, and what its modules were called with."""
-    args, kwargs = call_arguments(example)
-    try:
-        with evaluating(model), torch.no_grad(), recording(model) as called, redirect_stderr(StringIO()):
-            program = torch.export.export(model, args, kwargs, strict=False)  # where it fails, it prints half a graph
-    except Exception as error:
-        _check_runs(model, example)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CaptureError(
-            f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
-            "model(example) runs, and that its forward does not branch on tensor values; see the cause above."
-        ) from error
-    _inline_regions(program.graph_module)
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise CaptureError(
-                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of {node.name} "
-                "depends on tensor values. Trace parts of the model instead, see hap.parts."
-            )
-    return program, called
 
 
 def _alike(grid: Ints, dims: list[int]) -> bool:
@@ -113,30 +78,6 @@ def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
     if isinstance(module, nn.MultiheadAttention):
         return [("num_heads", module.num_heads)]
     return list(vars(module).items()) if module is not None else []
-
-
-def _inline_regions(module: fx.GraphModule) -> None:
-    """Put what runs under a `with torch.autocast(...)` or `torch.no_grad()` in place of the node that wraps it."""
-    graph = module.graph
-    for node in [n for n in graph.nodes if rules.schema_name(n).startswith("wrap_with_")]:
-        place = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        results = _insert(graph, getattr(module, str(node.args[place].target)), node, node.args[place + 1 :])
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
-
-
-def _insert(graph: fx.Graph, region: fx.GraphModule, before: fx.Node, operands: Sequence[Any]) -> Any:
-    """Copy the nodes of a region in front of a node; returns what the region returns."""
-    _inline_regions(region)
-    inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
-    known: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
-    with graph.inserting_before(before):
-        for inner in region.graph.nodes:
-            if inner.op == "call_function":
-                known[inner] = graph.node_copy(inner, lambda n: known[n])
-    return fx.map_arg(region.graph.output_node().args[0], lambda n: known[n])
 
 
 class Tracer:
