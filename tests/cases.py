@@ -1235,6 +1235,17 @@ def selective_kernels() -> Any:
 
 
 @case
+def mixer() -> Any:
+    """A layer along the tokens of something whose channels can go."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        u, v = F.gelu(m.up(x)).chunk(2, -1)
+        return m.head((u * m.mix(v.transpose(1, 2)).transpose(1, 2)).mean(1))
+
+    return Net(run, up=nn.Linear(5, 12), mix=nn.Linear(6, 6), head=nn.Linear(6, 4)), images(2, 6, 5)
+
+
+@case
 def attention_fused() -> Any:
     return attention_net(3, 3, fused=True)
 

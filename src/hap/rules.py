@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from hap import weights
-from hap.groups import Ints, Site
+from hap.groups import Ints, Product, Site
 from hap.operators import (
     CONVOLUTIONS,
     KEEP_ZERO,
@@ -362,11 +362,24 @@ def linear(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(x, fx.Node)
     if weight is None:
         return freeze_all(tracer, node, COMPUTED)
+    labels, out = tracer.labels(x), weights.outputs(tracer, weight, 0)
+    if labels.numel() > 1 and labels.shape[-1] == 1:
+        return _across(tracer, node, x, weight, labels, rest)
     weights.tie_inputs(tracer, weight, 1, along(tracer, x, -1))
-    out = weights.outputs(tracer, weight, 0)
     tie_bias(tracer, rest, out)
     tracer.contraction(node, weight, math.prod(shape_of(x)[:-1]))
     return spread(out, node.meta["val"].ndim, -1)
+
+
+def _across(tracer: Tracer, node: fx.Node, x: fx.Node, weight: weights.View, labels: Tensor, rest: list[Any]) -> Tensor:
+    """A layer along an axis that is not cut, such as tokens, of something that is cut along others: these pass."""
+    outputs = weights.outputs(tracer, weight, 0)
+    weights.tie_inputs(tracer, weight, 1, np.zeros(shape_of(x)[-1], dtype=np.int64))
+    tracer.freeze(outputs, tracer.module(node) or weight.name, "works along an axis that is not cut")
+    tie_bias(tracer, rest, outputs)
+    others = math.prod(shape_of(x)[:-1]) // labels.numel()
+    tracer.products.append(Product(labels.flatten().numpy(), others * math.prod(len(i) for i in weight.index)))
+    return labels
 
 
 @rule(*CONVOLUTIONS)
