@@ -83,7 +83,7 @@ class Stopwatch:
         self._inside = ExitStack()
 
     def __enter__(self) -> Stopwatch:
-        self._inside.enter_context(_threads(self.threads))
+        self._inside.enter_context(with_threads(self.threads))
         self._inside.enter_context(torch.no_grad())
         return self
 
@@ -135,7 +135,7 @@ def _once(call: Call, device: torch.device) -> float:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def with_threads(count: int) -> Iterator[None]:
     """So many threads of torch's inside, as many as before after."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

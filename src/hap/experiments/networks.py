@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.examples import run as call
 from hap.experiments.results import Measured
-from hap.latency import latency
+from hap.latency import latency, with_threads
 
 NAMED_DATA = ("digits", "cifar10", "cifar100")
 LATENCY_BATCH = 256
@@ -148,7 +147,7 @@ def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, floa
     in each round: what slows the machine down for a while slows both, and the ratio is what comparisons are about.
     On a CPU one thread is used, since the time of several depends on what else the machine does.
     """
-    with threads(1):
+    with with_threads(1):
         begun = time.perf_counter()
         for model in networks:
             latency(model, batch, runs=2, warmup=1)
@@ -162,17 +161,6 @@ def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, floa
         low, _, high = statistics.quantiles([row[i] for row in taken], n=4)
         found.append((first * statistics.median(row[i] / row[0] for row in taken), high - low))
     return found
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many CPU threads inside, as many as before after."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def same(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:

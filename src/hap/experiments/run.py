@@ -18,11 +18,12 @@ import hap
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments.config import Experiment, PruneStep
-from hap.experiments.networks import about, check_reads, fresh, load_data, measure, open_checkpoint, same, threads
+from hap.experiments.networks import about, check_reads, fresh, load_data, measure, open_checkpoint, same
 from hap.experiments.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
 from hap.experiments.steps import fewer, probe_record, prune_step, score_step, sensitivity_record
 from hap.files import write_json
 from hap.groups import Groups
+from hap.latency import with_threads
 from hap.plans import Plan
 from hap.recipes import Recipe
 from hap.scoring import Scores
@@ -52,7 +53,7 @@ def run(experiment: Experiment, device: torch.device, console: Console | None = 
 
     A step is finished when its files are there and were made with the settings asked for now; others are done again.
     """
-    with threads(experiment.threads or torch.get_num_threads()):
+    with with_threads(experiment.threads or torch.get_num_threads()):
         return _Runner(experiment, device, console or Console()).run()
 
 
