@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +268,17 @@ def test_says_what_is_missing(options: list[str], message: str) -> None:
     assert result.exit_code == 2 and message in result.output
 
 
+def _median_ratio(row: dict[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(row["dense"]["times"], row["pruned"]["times"], strict=True))
+
+
 def test_latency_with_and_without_heads(campaign: Path) -> None:
     result = _glue(campaign, "--latency")
     assert result.exit_code == 0, result.output
     record = json.loads((campaign / "results" / "latency-cpu.json").read_text())
-    assert [row["batch"] for row in record["batches"]] == [1, 32] and record["macs_left"] < 1
+    rows = [(row["backend"], row["batch"]) for row in record["rows"]]
+    assert rows == [("eager", 1), ("eager", 32), ("onnxruntime", 1), ("onnxruntime", 32)] and record["macs_left"] < 1
+    assert all(row["faster"] == pytest.approx(_median_ratio(row)) for row in record["rows"])
     assert sum(record["heads_left"].values()) == 4
 
 

@@ -82,8 +82,9 @@ def glue(
     where = pick_device(device)
     if latency:
         path = results / f"latency-{where.type}.json"
-        for row in measure(model, path, where, revision=revision)["batches"]:
-            say(f"batch {row['batch']}: {row['dense']['median']:.2f} ms dense, {row['pruned']['median']:.2f} ms pruned")
+        for row in measure(model, path, where, revision=revision)["rows"]:
+            times = f"{row['dense']['median']:.2f} ms dense, {row['pruned']['median']:.2f} ms pruned"
+            say(f"{row['backend']}, batch {row['batch']}: {times}, {row['faster']:.3f} times faster")
         wrote(path)
         return
     assert data is not None
