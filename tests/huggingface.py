@@ -13,16 +13,12 @@ TOKENS, WIDTH, LAYERS, HEADS, HIDDEN = 60, 32, 2, 4, 48
 
 
 def library() -> Any:
-    """transformers, or the test is skipped. A torchvision that does not fit this torch would break its import."""
-    pytest.importorskip("transformers")
-    if importlib.util.find_spec("torchvision") is not None:
-        from hap.experiments.zoo_models import import_torchvision
+    """transformers, or the test is skipped."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    from hap.experiments.glue import load_transformers
 
-        import_torchvision()
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    return transformers
+    return load_transformers()
 
 
 def _text(rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:

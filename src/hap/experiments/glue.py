@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from hap.data.glue import read as read_task
 from hap.errors import HapError
 from hap.experiments.results import read_json
 from hap.experiments.tuning import Tuned, Tuning, predict, tune
+from hap.experiments.zoo_models import import_torchvision
 from hap.files import write_json
 from hap.groups import Groups
 from hap.provenance import provenance
@@ -276,7 +278,9 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
 
 def load_transformers() -> Any:
-    """transformers, or HapError that says how to get it."""
+    """transformers, or HapError that says how to get it. A torchvision that does not fit torch would break its import."""
+    if importlib.util.find_spec("torchvision") is not None:
+        import_torchvision()
     try:
         import transformers
     except ImportError as error:
