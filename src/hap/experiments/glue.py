@@ -278,7 +278,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
 
 def load_transformers() -> Any:
-    """transformers, or HapError that says how to get it. A torchvision that does not fit torch would break its import."""
+    """transformers, or HapError that says how to get it. It imports torchvision, also one that does not fit torch."""
     if importlib.util.find_spec("torchvision") is not None:
         import_torchvision()
     try:

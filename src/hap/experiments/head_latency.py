@@ -16,7 +16,6 @@ from hap.experiments.glue import load_transformers
 from hap.files import write_json
 from hap.provenance import provenance
 
-
 BACKENDS = {"cpu": ("eager", "onnxruntime"), "cuda": ("eager", "compile")}
 ROUNDS = {1: 30, 32: 10}
 """How often each of the two networks is timed, by the number of texts in a batch."""
