@@ -11,6 +11,9 @@ from hap.errors import HapError
 
 Batch = tuple[Tensor, Tensor]
 
+PIXELS_AHEAD = 2**23
+"""Small batches are made several at a time, up to so many values (32 MiB): fewer and larger kernels."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -70,13 +73,15 @@ class Data:
         shifts = torch.randint(0, 2 * self.pad + 1, (len(order), 2), generator=generator)
         mirrored = torch.rand(len(order), generator=generator) < 0.5
         device = self.train.images.device
-        chunks = (t.to(device).split(size) for t in (order, shifts, mirrored))
+        ahead = size * max(1, PIXELS_AHEAD // (size * self.train.images[0].numel()))
+        chunks = (t.to(device).split(ahead) for t in (order, shifts, mirrored))
         scale, shift = self._affine()
         for index, offset, mirror in zip(*chunks, strict=True):
             images = self.train.images[index]
             if augment and (self.pad or self.flip):
                 images = crop(images, offset, mirror & self.flip, self.pad)
-            yield images.float() * scale + shift, self.train.labels[index]
+            x, y = images.float() * scale + shift, self.train.labels[index]
+            yield from zip(x.split(size), y.split(size), strict=True)
 
     def calibration(self, n: int = 512, seed: int = 0, size: int = 128) -> list[Batch]:
         """`n` training images drawn once by `seed`, in normalised batches of `size`, without augmentation."""

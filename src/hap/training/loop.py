@@ -19,7 +19,9 @@ from hap.training.checkpoint import Checkpoint
 from hap.training.evaluation import device_of, evaluate
 from hap.training.graph import Captured, Step, in_turn
 from hap.training.report import Report
-from hap.training.run import History, Masks, Run, epoch_seed
+from hap.training.run import History, Run, epoch_seed
+from hap.training.stacking import stacked_runs
+from hap.training.update import Masks, Update, lay_out
 
 STEPS_BETWEEN_CHECKS = 200
 """How many steps may run before the loss is looked at, which waits for the device."""
@@ -62,6 +64,8 @@ def train_many(
     log_dir: str | Path | None = None,
     progress: bool = True,
     graphs: bool = True,
+    stack: int = 1,
+    compiled: bool = False,
 ) -> list[History]:
     """Train independent models side by side on one device, each as `train` would alone.
 
@@ -69,11 +73,15 @@ def train_many(
     by name of a parameter; where they are 0 the parameter is zero throughout. The state of all models stands in one
     file in `checkpoint_dir`. With `seconds`, training ends, its checkpoint written, after the last epoch expected to
     fit (but after one at least), and the same call goes on from there; `History.epochs` tells.
+
+    Models of one shape whose recipes differ in the seed alone may run as one network with grouped convolutions, up to
+    `stack` of them, which a GPU does faster; `compiled` compiles such stacks. Others run as they are.
     """
     path = None if checkpoint_dir is None else Path(checkpoint_dir) / "training.safetensors"
     given: list[nn.Module | None] = [None] * len(models) if teachers is None else list(teachers)
     held: list[Masks | None] = [None] * len(models) if masks is None else list(masks)
-    return _train(list(models), data, list(recipes), given, held, path, log_dir, seconds, progress, graphs)
+    own = list(models), data, list(recipes), given, held
+    return _train(*own, path, log_dir, seconds, progress, graphs, stack, compiled)
 
 
 def _train(
@@ -87,6 +95,8 @@ def _train(
     seconds: float | None,
     progress: bool,
     graphs: bool,
+    stacks: int = 1,
+    compiled: bool = False,
 ) -> list[History]:
     begun = time.monotonic()
     device = _check(models, data, recipes, teachers)
@@ -99,15 +109,16 @@ def _train(
             Run(model, data, recipe, copies.get(id(teacher)), device, mask)
             for model, recipe, teacher, mask in zip(models, recipes, teachers, masks, strict=True)
         ]
+        together = distributed.processes() > 1
+        updates = stack.enter_context(stacked_runs(runs, 1 if together else stacks, compiled))
         checkpoint = Checkpoint(checkpoint_path, runs, data)
         first, epochs = distributed.agree(checkpoint.restore(), "the epoch to go on from"), recipes[0].epochs
-        together = distributed.processes() > 1
-        step = _side_by_side(runs, graphs and device.type == "cuda" and not together)
+        step = _side_by_side(updates, graphs and device.type == "cuda" and not together)
         shown = progress and distributed.is_first()
         report = stack.enter_context(Report(runs, first, epochs, log_dir if distributed.is_first() else None, shown))
         for epoch in range(first, epochs):
             epoch_begun = time.monotonic()
-            _run_epoch(runs, data, step, epoch, report)
+            _run_epoch(runs, updates, data, step, epoch, report)
             last = epoch + 1 == epochs
             now = time.monotonic()
             late = seconds is not None and now - begun + (now - epoch_begun) > seconds
@@ -122,7 +133,7 @@ def _train(
     return [run.history for run in runs]
 
 
-def _run_epoch(runs: list[Run], data: Data, step: Step, epoch: int, report: Report) -> None:
+def _run_epoch(runs: list[Run], updates: Sequence[Update], data: Data, step: Step, epoch: int, report: Report) -> None:
     """All steps of one epoch for all runs; the one wait for the device is at its end."""
     begun = time.monotonic()
     steps = runs[0].steps_per_epoch
@@ -130,7 +141,9 @@ def _run_epoch(runs: list[Run], data: Data, step: Step, epoch: int, report: Repo
     torch.manual_seed(epoch_seed(runs[0].recipe, epoch) + SEED_STEP * distributed.rank())
     for index, batches in enumerate(zip(*(run.epoch(data, epoch) for run in runs), strict=True)):
         for run, batch in zip(runs, batches, strict=True):
-            run.feed(batch, epoch * steps + index)
+            run.feed(batch)
+        for update in updates:
+            update.set_rates(epoch * steps + index)
         step()
         report.advance()
         if index % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1:
@@ -163,8 +176,8 @@ def _evaluate_runs(runs: list[Run], data: Data, epoch: int, always: bool) -> Non
             run.history.accuracy.append(evaluate(run.model, data).accuracy if due else None)
 
 
-def _side_by_side(runs: list[Run], captured: bool) -> Step:
-    steps = [run.step for run in runs]
+def _side_by_side(updates: Sequence[Update], captured: bool) -> Step:
+    steps = [update.step for update in updates]
     return Captured(steps) if captured else in_turn(steps)
 
 
@@ -179,14 +192,14 @@ def _prepared(models: list[nn.Module], device: torch.device) -> Iterator[None]:
     tuned = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = tuned or cuda
     for model in models:
-        _lay_out(model.train(), torch.channels_last if cuda else torch.contiguous_format)
+        lay_out(model.train(), torch.channels_last if cuda else torch.contiguous_format)
     try:
         with torch.random.fork_rng([device] if cuda else []), chosen:
             yield
     finally:
         torch.backends.cudnn.benchmark = tuned
         for model in models:
-            _lay_out(model.eval(), torch.contiguous_format)
+            lay_out(model.eval(), torch.contiguous_format)
 
 
 def _has_room(device: torch.device, data: Data) -> bool:
@@ -197,17 +210,10 @@ def _has_room(device: torch.device, data: Data) -> bool:
     return size < torch.cuda.mem_get_info(device)[0] / 2
 
 
-def _lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
-    for parameter in model.parameters():
-        if parameter.ndim == 4:
-            parameter.data = parameter.data.contiguous(memory_format=memory_format)
-    return model
-
-
 def _frozen_copy(teacher: nn.Module, device: torch.device) -> nn.Module:
     """The caller's teacher stays as it is: the copy may change device and memory layout."""
     copy = deepcopy(teacher).to(device).eval().requires_grad_(False)
-    return _lay_out(copy, torch.channels_last) if device.type == "cuda" else copy
+    return lay_out(copy, torch.channels_last) if device.type == "cuda" else copy
 
 
 def _check(

@@ -1,21 +1,18 @@
-"""One model in training: the state that a step reads and writes, and the step itself."""
+"""One model in training: its data, its history, and its state as a checkpoint keeps it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hap import distributed
 from hap.data import Batch, Data
 from hap.errors import HapError
 from hap.recipes import Recipe
-
-Masks = Mapping[str, Tensor]
-"""By name of a parameter, ones where it trains and zeros where it stays zero. Parameters without one train whole."""
+from hap.training.update import Masks, Update
 
 
 @dataclass
@@ -47,8 +44,8 @@ class History:
         return asdict(self)
 
 
-class Run:
-    """A model, its optimizer, its running average, and the fixed buffers that a step reads and writes.
+class Run(Update):
+    """A model in training, with its data and its history.
 
     Of several processes each takes its part of every batch, and gradients are averaged over all of them; the batch
     size of the recipe is that of all together.
@@ -63,24 +60,13 @@ class Run:
         device: torch.device,
         masks: Masks | None = None,
     ) -> None:
-        self.model, self.recipe, self.teacher, self.device = model, recipe, teacher, device
+        self.model = model
         self.history = History()
         self.size = min(recipe.batch, len(data.train))
         self.steps_per_epoch = len(data.train) // self.size
-        self.network = _in_step(model, device)
-        size = _own_share(self.size)
-        self.total = self.steps_per_epoch * recipe.epochs
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masks = {n: _like(p, masks[n]) for n, p in self.parameters.items() if n in (masks or {})}  # type: ignore[index]
-        self._mask()
-        self.optimizer = _sgd(list(self.parameters.values()), recipe, device)
-        self.average = {n: p.detach().clone() for n, p in self.parameters.items()} if recipe.ema else {}
-        self.average_weight = torch.zeros((), device=device)
-        self.x = torch.empty((size, *data.train.images.shape[1:]), device=device)
-        if device.type == "cuda":
-            self.x = self.x.to(memory_format=torch.channels_last)
-        self.y = torch.empty(size, dtype=torch.int64, device=device)
-        self.loss_sum = torch.zeros((), device=device)
+        share = (_own_share(self.size), *data.train.images.shape[1:])
+        total = self.steps_per_epoch * recipe.epochs
+        super().__init__(_in_step(model, device), model, recipe, teacher, device, masks or {}, share, total)
 
     def epoch(self, data: Data, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, which depend on the seed and the epoch alone."""
@@ -90,53 +76,10 @@ class Run:
         own = slice(distributed.rank(), None, distributed.processes())
         return ((x[own], y[own]) for x, y in batches)
 
-    def feed(self, batch: Batch, step: int) -> None:
-        """Put a batch and the rates of step `step`, counted from the start of training, into the buffers."""
+    def feed(self, batch: Batch) -> None:
+        """Put a batch into the buffers."""
         self.x.copy_(batch[0])
         self.y.copy_(batch[1])
-        rate = self.recipe.learning_rate(step, self.total)
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        # A young average follows faster, so that the first weights do not linger in it.
-        self.average_weight.fill_(1 - min(self.recipe.ema, (1 + step) / (10 + step)))
-
-    def step(self) -> None:
-        """One update from the buffers. Nothing is read back, which would fail while it is recorded."""
-        loss = self._loss()
-        loss.backward()
-        self.optimizer.step()
-        self._mask()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss_sum += loss.detach()
-        if self.average:
-            averages = list(self.average.values())
-            with torch.no_grad():
-                change = torch._foreach_sub(list(self.parameters.values()), averages)
-                torch._foreach_mul_(change, self.average_weight)
-                torch._foreach_add_(averages, change)
-
-    @torch.no_grad()
-    def _mask(self) -> None:
-        """Momentum and weight decay may move what is masked: it goes back to zero after every update."""
-        if self.masks:
-            torch._foreach_mul_([self.parameters[name] for name in self.masks], list(self.masks.values()))
-
-    def _loss(self) -> Tensor:
-        recipe = self.recipe
-        # Cached casts would outlive the recording of a graph, hence no cache.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
-            logits = self.network(self.x)
-            with torch.no_grad():
-                guide = self.teacher(self.x) if self.teacher is not None and recipe.distill else None
-        loss = functional.cross_entropy(logits.float(), self.y, label_smoothing=recipe.label_smoothing)
-        if guide is None:
-            return loss
-        student, target = (functional.log_softmax(t.float() / recipe.temperature, 1) for t in (logits, guide))
-        divergence = functional.kl_div(student, target, reduction="batchmean", log_target=True)
-        return (1 - recipe.distill) * loss + recipe.distill * recipe.temperature**2 * divergence
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -166,7 +109,8 @@ class Run:
         _copy_into(self.average, _under("average.", state))
         for name, momentum in _under("momentum.", state).items():
             parameter = self.parameters[name]
-            self.optimizer.state[parameter]["momentum_buffer"] = _like(parameter, momentum)
+            own = self.optimizer.state[parameter].setdefault("momentum_buffer", torch.empty_like(parameter))
+            own.detach().copy_(momentum)
 
 
 def _in_step(model: nn.Module, device: torch.device) -> nn.Module:
@@ -188,24 +132,6 @@ def _own_share(batch: int) -> int:
 def epoch_seed(recipe: Recipe, epoch: int) -> int:
     """A seed of its own for every epoch, so that a resumed training needs no generator state."""
     return recipe.seed * 1_000_003 + epoch
-
-
-def _sgd(parameters: list[nn.Parameter], recipe: Recipe, device: torch.device) -> torch.optim.SGD:
-    """On CUDA the rate is a tensor, which a recorded step reads anew at every replay."""
-    cuda = device.type == "cuda"
-    return torch.optim.SGD(
-        parameters,
-        lr=torch.tensor(recipe.lr, device=device) if cuda else recipe.lr,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        nesterov=recipe.nesterov,
-        fused=cuda,
-    )
-
-
-def _like(parameter: nn.Parameter, values: Tensor) -> Tensor:
-    """The values laid out in memory like the parameter, as the update kernels want them."""
-    return torch.empty_like(parameter, requires_grad=False).copy_(values)
 
 
 @torch.no_grad()
