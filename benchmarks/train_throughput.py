@@ -1,13 +1,14 @@
 """Training throughput: pruned networks side by side as they are and in their dense shape, and plain loops.
 
     python benchmarks/train_throughput.py OUT.json --data data/cifar10 --revision HASH     # about 2.5 minutes on a GPU
-    python benchmarks/train_throughput.py OUT.json --loops --compile                       # more parts, compiler last
+    python benchmarks/train_throughput.py OUT.json --loops --compile                       # more parts, compiler first
     python benchmarks/train_throughput.py OUT.json --small --loops                         # in miniature, as a check
 
 Forms: `dense` is the whole network; `pruned` has what random scores in union coupling leave of it, so that widths are
-odd; `masked` is the same network in its dense shape with what went held at zero. What is known is written after every
-row. Start-up is what the first epoch takes longer than the others: choosing convolution algorithms and recording the
-step. Shapes that an earlier row has met are known by then, so the first row of a form and batch size tells the most.
+odd; `masked` is the same network in its dense shape with what went held at zero; `stacked` are such networks as one
+with grouped convolutions, eight in a stack. What is known is written after every row. Start-up is what the first epoch
+takes longer than the others: choosing convolution algorithms and recording the step. Shapes that an earlier row has
+met are known by then, so the first row of a form and batch size tells the most.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from hap.recipes import Recipe
 from hap.training import train, train_many
 
 Masks = dict[str, Tensor] | None
+STACK = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Scale:
     plans: int
 
 
-FULL = Scale("resnet56", (64, 128), (8, 12, 4), 50, 5, plans=4)
+FULL = Scale("resnet56", (64, 128), (8, 16), 50, 5, plans=4)
 SMALL = Scale("resnet20", (8,), (2, 1), 2, 2, plans=2)
 
 
@@ -93,24 +95,16 @@ class Networks:
         return [dense_form(self.pruned[i], self.plans[i], self.dense) for i in turns]
 
 
-def compile_steps_(model: nn.Module) -> None:
-    """Compile the forward of training alone: evaluation, with other shapes, would be compiled anew."""
-    plain = model.forward
-    fast = torch.compile(plain, dynamic=False)
-    model.forward = lambda x: (fast if model.training else plain)(x)  # type: ignore[method-assign]
-
-
 def row(networks: Networks, form: str, count: int, batch: int, data: Data, scale: Scale, bf16: bool,
         compiled: bool = False) -> dict[str, Any]:  # fmt: skip
     """Images a second of `count` networks together over all epochs but the first."""
     begun = time.perf_counter()
     made = networks.make(form, count)
-    for model, _ in made if compiled else ():
-        compile_steps_(model)
     recipe = Recipe(scale.epochs, batch, lr=0.02, precision="bf16" if bf16 else "fp32", eval_every=scale.epochs)
     recipes = [replace(recipe, seed=seed) for seed in range(count)]
     part = first(data, scale.steps * batch)
-    histories = train_many([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False)
+    histories = train_many([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False,
+                           stack=STACK if form == "stacked" else 1, compiled=compiled)  # fmt: skip
     seconds = histories[0].seconds
     found = {
         "form": form, "networks": count, "batch": batch, "compiled": compiled,
@@ -128,7 +122,7 @@ def forms(networks: Networks, data: Data, scale: Scale, bf16: bool, seconds: flo
     begun = time.perf_counter()
     for batch in scale.batches:
         for count in scale.counts:
-            for form in ("dense", "masked", "pruned"):
+            for form in ("stacked", "dense", "masked", "pruned"):
                 if time.perf_counter() - begun > seconds:
                     yield {"form": form, "networks": count, "batch": batch, "skipped": f"after {seconds:.0f} s"}
                     continue
@@ -140,10 +134,11 @@ def compiled_forms(networks: Networks, data: Data, scale: Scale, bf16: bool) -> 
     """torch.compile inside the recorded step; a failure of the compiler is a result too."""
     for batch in scale.batches:
         try:
-            yield row(networks, "masked", scale.counts[0], batch, data, scale, bf16, compiled=True)
+            for count in scale.counts:
+                yield row(networks, "stacked", count, batch, data, scale, bf16, compiled=True)
         except Exception as error:
             yield {
-                "form": "masked",
+                "form": "stacked",
                 "batch": batch,
                 "compiled": True,
                 "error": f"{type(error).__name__}: {error}"[:500],
@@ -215,10 +210,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", help="the folder with CIFAR-10; without it pixels are random, at the same speed")
     parser.add_argument("--revision", help="the source revision to record, where git cannot tell")
     parser.add_argument("--model", help="a network of hap.models for 32x32 images (default: resnet56)")
+    parser.add_argument("--batch", type=int, help="one batch size (default: 64 and 128)")
     parser.add_argument("--left", type=float, default=0.3874, help="share of FLOPs left in pruned networks")
     parser.add_argument("--seconds", type=float, default=150, help="begin no row of the forms after so long")
     parser.add_argument("--loops", action="store_true", help="also measure a plain loop against train")
-    parser.add_argument("--compile", action="store_true", help="also measure torch.compile, last")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile, first")
     parser.add_argument("--small", action="store_true", help="in miniature")
     return parser.parse_args()
 
@@ -227,7 +223,8 @@ def main() -> None:
     begun, given = time.perf_counter(), arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scale, bf16 = SMALL if given.small else FULL, device == "cuda"
-    scale = replace(scale, model=given.model or scale.model)
+    batches = (given.batch,) if given.batch else scale.batches
+    scale = replace(scale, model=given.model or scale.model, batches=batches)
     images = 2 * scale.steps * max(scale.batches)
     data = (hap.data.load(given.data) if given.data else random_data(images)).to(device)
     networks = Networks(scale, given.left, device)
@@ -235,9 +232,9 @@ def main() -> None:
         "model": scale.model, "macs_left": [p.after.macs / p.before.macs for p in networks.plans], "data": data.name,
         "precision": "bf16" if bf16 else "fp32", "preparing_seconds": time.perf_counter() - begun, "rows": [],
     } | provenance(given.revision)  # fmt: skip
-    parts = [forms(networks, data, scale, bf16, given.seconds)]
+    parts = [compiled_forms(networks, data, scale, bf16)] if given.compile else []
     parts += [loops(data, scale, bf16)] if given.loops else []
-    parts += [compiled_forms(networks, data, scale, bf16)] if given.compile else []
+    parts += [forms(networks, data, scale, bf16, given.seconds)]
     for part in parts:
         for found in part:
             record["rows"].append(found)

@@ -12,7 +12,7 @@ from hap.cli.options import Device
 from hap.cli.screen import out, resumable, table, wrote
 from hap.data import Data
 from hap.experiments import sensitivity
-from hap.experiments.campaign import MASKED_FROM, Folders, Job, estimate, select, status, work_off
+from hap.experiments.campaign import MASKED_FROM, Folders, Job, Manner, estimate, select, status, work_off
 from hap.experiments.cifar10 import dense_name, headline_networks, jobs
 from hap.experiments.networks import pick_device
 from hap.experiments.sensitivity import Look
@@ -30,6 +30,8 @@ def reproduce(
         bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
     ] = False,
     together: Annotated[int, typer.Option(help="How many networks to train side by side.")] = 8,
+    stack: Annotated[int, typer.Option(help="How many networks of one shape may run as one network.")] = 8,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile such stacks.")] = False,
     masked_from: Annotated[
         float, typer.Option(help="Train pruned networks in their dense shape from this share of FLOPs left; 2: never.")
     ] = MASKED_FROM,
@@ -62,7 +64,7 @@ def reproduce(
         return
     loaded = hap.data.load(data, device=pick_device(device))
     with resumable("the same command goes on where it stopped"):
-        _work(chosen, looks, loaded, folders, together, seconds, revision, masked_from)
+        _work(chosen, looks, loaded, folders, Manner(together, stack, compiled, masked_from), seconds, revision)
 
 
 def _jobs(target: str, looks: list[Look]) -> list[Job]:
@@ -72,15 +74,15 @@ def _jobs(target: str, looks: list[Look]) -> list[Job]:
     return [job for job in jobs() if job.name in {look.dense for look in looks}]
 
 
-def _work(chosen: list[Job], looks: list[Look], data: Data, folders: Folders, together: int, seconds: float | None,
-          revision: str | None, masked_from: float) -> None:  # fmt: skip
+def _work(chosen: list[Job], looks: list[Look], data: Data, folders: Folders, manner: Manner, seconds: float | None,
+          revision: str | None) -> None:  # fmt: skip
     """Looks are short, so they come first where their networks are there, and again after the training."""
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
 
     sensitivity.take(looks, data, folders, revision, say)
-    work_off(chosen, data, folders, together, seconds, revision, say, masked_from)
+    work_off(chosen, data, folders, manner, seconds, revision, say)
     sensitivity.take(looks, data, folders, revision, say)
 
 

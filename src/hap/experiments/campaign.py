@@ -6,7 +6,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -91,21 +91,38 @@ def _can_start(job: Job, folders: Folders) -> bool:
     return job.dense is None or folders.network(job.dense).exists()
 
 
-def work_off(jobs: Sequence[Job], data: Data, folders: Folders, together: int = 8, seconds: float | None = None,
-             revision: str | None = None, say: Say = print, masked_from: float = MASKED_FROM) -> None:  # fmt: skip
-    """Train what is pending, up to `together` jobs of equal length at a time, and stop in time for `seconds`.
+@dataclass(frozen=True)
+class Manner:
+    """How jobs are trained, for speed alone: the steps that they take are the same.
 
-    Networks with at least `masked_from` of their FLOPs left train in their dense shape, where that makes no difference.
+    Up to `together` jobs of equal length train at a time, up to `stack` of one shape as one network, which may be
+    `compiled`. Networks with at least `masked_from` of their FLOPs left train in their dense shape.
+    """
+
+    together: int = 8
+    stack: int = 8
+    compiled: bool = False
+    masked_from: float = MASKED_FROM
+
+
+DEFAULT = Manner()
+
+
+def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner = DEFAULT,
+             seconds: float | None = None, revision: str | None = None, say: Say = print) -> None:  # fmt: skip
+    """Train what is pending and stop in time for `seconds`.
+
     Interrupted jobs go on where they stopped when the same jobs are pending in the same order.
     """
     begun = time.monotonic()
     while queue := pending(jobs, folders):
         first = queue[0].recipe
-        chosen = [j for j in queue if (j.recipe.epochs, j.recipe.batch) == (first.epochs, first.batch)][:together]
+        chosen = [j for j in queue if (j.recipe.epochs, j.recipe.batch) == (first.epochs, first.batch)]
+        chosen = chosen[: manner.together]
         left = None if seconds is None else seconds - (time.monotonic() - begun)
         if left is not None and left <= 0:
             return
-        if not _train(chosen, data, folders, left, revision, say, masked_from):
+        if not _train(chosen, data, folders, manner, left, revision, say):
             return
 
 
@@ -129,23 +146,24 @@ class Trainee:
         return pruned_form(self.model, self.plan, example_of(data))
 
 
-def _train(jobs: Sequence[Job], data: Data, folders: Folders, seconds: float | None, revision: str | None, say: Say,
-           masked_from: float) -> bool:  # fmt: skip
+def _train(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
+           revision: str | None, say: Say) -> bool:  # fmt: skip
     """One batch of jobs; True when they are finished and recorded."""
     begun = time.monotonic()
-    trainees = [_trainee(job, data, folders, say, masked_from) for job in jobs]
+    trainees = [_trainee(job, data, folders, say, manner.masked_from) for job in jobs]
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
     name = hashlib.sha256("\n".join(job.name for job in jobs).encode()).hexdigest()[:12]
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
     histories = train_many(
         [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
         masks=[t.masks for t in trainees], checkpoint_dir=folders.work / name, seconds=left, progress=False,
+        stack=manner.stack, compiled=manner.compiled,
     )  # fmt: skip
     done = True
     for job, trainee, history in zip(jobs, trainees, histories, strict=True):
         say(f"{job.name}: {history.epochs}/{job.recipe.epochs} epochs, test accuracy {history.final_accuracy}")
         if history.epochs == job.recipe.epochs:
-            _record(job, trainee, history, data, folders, len(jobs), revision)
+            _record(job, trainee, history, data, folders, replace(manner, together=len(jobs)), revision)
         done &= history.epochs == job.recipe.epochs
     say(f"{sum(h.images_per_second[-1] for h in histories):.0f} images/s, {len(jobs)} networks side by side")
     return done
@@ -184,7 +202,7 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     return load(folders.network(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
 
 
-def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, together: int,
+def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, manner: Manner,
             revision: str | None) -> None:  # fmt: skip
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
     model = trainee.finished(data)
@@ -205,7 +223,8 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
         "params_left": count.params / dense.params, "macs_left": count.macs / dense.macs,
         "units": _units(plan) if plan else None, "ranks": ranks,
         "trained": trainee.form if job.prune else "dense",
-        "seconds": sum(history.seconds), "side_by_side": together, "history": history.to_dict(),
+        "seconds": sum(history.seconds), "side_by_side": manner.together, "stack": manner.stack,
+        "compiled": manner.compiled, "history": history.to_dict(),
     } | provenance(revision)  # fmt: skip
     about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name, "ranks": ranks}
     save(folders.network(job.name), model.half(), plan, metrics={"accuracy": accuracy}, about=about)
