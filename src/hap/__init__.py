@@ -9,14 +9,16 @@ hap.save("pruned.safetensors", model, plan)
 """
 
 from hap import data, models, recipes, rules, zoo
-from hap.blocks import heads, mlps, only, plan_blocks, prune_blocks_
+from hap.block_pruning import plan_blocks, prune_blocks_
+from hap.blocks import heads, mlps, only
 from hap.checkpoint import load, read, save
 from hap.compensation import compensate_
 from hap.cost import cost
 from hap.errors import HapError
 from hap.exporting import export
-from hap.implants import DepthwiseSeparable, Implant, LowRank, Pointwise, SpatialLowRank
+from hap.implants import DepthwiseSeparable, Implant, LowRank, NarrowHeads, Pointwise, SpatialLowRank
 from hap.latency import compare_latency, latency
+from hap.narrowing import narrowable
 from hap.parts import parts
 from hap.planning import Budget, Limits, plan
 from hap.plans import Plan, draft
@@ -50,9 +52,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateGradient",
-    "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude", "Plan",
-    "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_",
-    "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency", "load",
-    "mlps", "models", "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read",
-    "recipes", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
+    "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude",
+    "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole",
+    "apply_", "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency",
+    "load", "mlps", "models", "narrowable", "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_",
+    "prune_blocks_", "read", "recipes", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

@@ -7,21 +7,13 @@ plan = hap.plan(heads, scores, hap.Budget(channels=0.5))          # half of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.groups import Group, Groups, Ints
-from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
-from hap.plans import Plan, draft
-from hap.scoring import Criterion, score
-from hap.scoring.base import Loss
-from hap.surgery import apply_
-from hap.tracing import trace
 
 
 def heads(groups: Groups) -> list[str]:
@@ -68,48 +60,8 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
         narrowings=tuple(replace(x, classes=to[x.classes]) for x in groups.narrowings),
         scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
         spanned=groups.spanned & frozenset(living.tolist()),
+        spaces=tuple(s for s in groups.spaces if s.group in chosen),
     )
-
-
-def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | None = None, mlp: float | None = None,
-                flops: float | None = None, limits: Limits = DEFAULT_LIMITS) -> Plan:  # fmt: skip
-    """A plan for the blocks of a transformer that leaves its stream, embeddings and classifier alone.
-
-    `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own kind over
-    all layers; `flops` instead is one budget over both. At least one head stays in each layer.
-    """
-    kinds = _kinds(heads, mlp, flops)
-    if flops is not None:
-        return plan(units_of(groups, *kinds), scores, Budget(flops=flops), limits=limits)
-    removed: dict[str, list[int]] = {}
-    for kind in kinds:
-        share = {"heads": heads, "mlp": mlp}[kind]
-        removed |= plan(units_of(groups, kind), scores, Budget(channels=share), limits=limits).removed
-    return draft(only(groups, removed), removed)
-
-
-def prune_blocks_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
-                  heads: float | None = None, mlp: float | None = None, flops: float | None = None,
-                  criterion: Criterion | str = "joint", limits: Limits = DEFAULT_LIMITS,
-                  verify: bool = True) -> Plan:  # fmt: skip
-    """Remove heads and/or MLP neurons from a transformer in place, and return the plan: see `plan_blocks`.
-
-    plan = hap.prune_blocks_(model, example, batches, loss, heads=0.5)
-    """
-    kinds = _kinds(heads, mlp, flops)
-    groups = trace(model, example)
-    scores = score(model, units_of(groups, *kinds), batches, loss, criterion)
-    chosen = plan_blocks(groups, scores, heads=heads, mlp=mlp, flops=flops, limits=limits)
-    apply_(model, chosen, example, verify)
-    return chosen
-
-
-def _kinds(heads: float | None, mlp: float | None, flops: float | None) -> list[str]:
-    """What a budget is over: heads, mlp or both."""
-    given = [kind for kind, share in (("heads", heads), ("mlp", mlp)) if share is not None]
-    if (flops is None) == (not given):
-        raise HapError(f"heads={heads}, mlp={mlp}, flops={flops}; expected heads and/or mlp, or flops alone")
-    return given or ["heads", "mlp"]
 
 
 KINDS = {"heads": (heads, "attention heads"), "mlp": (mlps, "neurons of an MLP")}

@@ -22,6 +22,8 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
     moments of its inputs on `batches`. The columns that are to go become zero. Grouped and transposed convolutions are
     left as they are.
     """
+    if plan.turns:
+        raise HapError("heads that are narrowed are turned first, so what reads them cannot be compensated before")
     try:
         check_fits(model, plan)
     except HapError as error:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hap.examples import call_arguments, evaluating
 from hap.groups import Bools, Groups, Term
-from hap.implants import Implant
+from hap.implants import ChannelImplant, Implant
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class CostModel:
 
     def __call__(self, kept: Bools, grafted: Bools) -> Cost:
         """`kept` and `grafted` mark classes; a grafted class is also kept."""
-        live = self.groups.alive(kept)
+        live = self.groups.alive(kept, grafted)
         lengths = self._lengths(live)
         sizes = self._sizes(lengths)
         macs = {t.weight: 0 for t in self.groups.terms}
@@ -120,7 +120,7 @@ class CostModel:
             macs[term.weight] += term.positions * size
         params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
         total += sum(p.positions * int(live[p.classes].sum()) for p in self.groups.products)
-        if self.implant is not None and grafted.any():
+        if isinstance(self.implant, ChannelImplant) and grafted.any():
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs
         return Cost(params, total, int(live[self._units].sum()))
@@ -148,7 +148,7 @@ class CostModel:
     def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int]:
         """What implants add, less the rows that they replace."""
         params = macs = 0
-        assert self.implant is not None
+        assert isinstance(self.implant, ChannelImplant)
         for weight, site in self.groups.sites.items():
             rows = int(grafted[self._slot[weight, 0]])
             if rows and site.area > 1:

@@ -107,21 +107,54 @@ class Length:
 
 @dataclass(frozen=True)
 class Scatter:
-    """In `union` coupling: the output channels of `module` (classes `narrow`) are spread over a stream (`wide`)."""
+    """The outputs of `module` along axis `dim` (classes `narrow`) are spread over more of them (`wide`).
+
+    In `union` coupling a branch over a stream; for implants a narrow head over the width of the others.
+    """
 
     module: str
     narrow: Ints
     wide: Ints
+    dim: int = 1
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """A module picks what lives of `classes` along axis `dim` of a tensor that it is called with."""
+    """A module picks what lives of `classes` along axis `dim` of a tensor that it is called with.
+
+    The tensor has all indices, or those that live of the classes `among`.
+    """
 
     module: str
     argument: int | str
     dim: int
     classes: Ints
+    among: Ints | None = None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a head owns of a layer: `width` indices from `start` on, on axis `dim` of `weight` and of its `bias`."""
+
+    weight: str
+    dim: int
+    start: int
+    width: int
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a head computes in between and sums over: between queries and keys, or between values and outputs.
+
+    Only the product of its two sides counts, so any basis will do, and a few directions may be left of it. Under
+    grouped queries several slices share one side.
+    """
+
+    group: str
+    unit: int
+    left: tuple[Slice, ...]
+    right: tuple[Slice, ...]
 
 
 @dataclass(frozen=True)
@@ -140,7 +173,8 @@ class Groups(Mapping[str, Group]):
     feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `direct` are the weights that only
     the layer that owns them uses, once; `lengths` are integers of modules that follow an axis;
     `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so
-    that removing them changes the others.
+    that removing them changes the others. `spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
+    each row (c, t) of `tails` says that class t is what goes when head c is.
     """
 
     coupling: str
@@ -165,6 +199,8 @@ class Groups(Mapping[str, Group]):
     """The first operator that makes the network more than piecewise linear in one weight, or None."""
     example: Any = field(default=None, repr=False)
     """A JSON description of the example's tensors, so that a plan can be checked without it."""
+    spaces: tuple[Space, ...] = field(default=(), repr=False)
+    tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -193,10 +229,12 @@ class Groups(Mapping[str, Group]):
     def units(self) -> int:
         return sum(len(g) for g in self.groups.values())
 
-    def alive(self, kept: Bools) -> Bools:
-        """Which classes live when the units marked in `kept` (bool per class) do."""
+    def alive(self, kept: Bools, grafted: Bools | None = None) -> Bools:
+        """Which classes live when the units marked in `kept` (bool per class) do, those in `grafted` by an implant."""
         live = kept.copy()
         live[self.feeds[kept[self.feeds[:, 0]], 1]] = True
+        whole = kept if grafted is None else kept & ~grafted
+        live[self.tails[:, 1]] = whole[self.tails[:, 0]]
         live[0] = True
         return live
 

@@ -57,7 +57,7 @@ def pruned_form(model: nn.Module, plan: Plan, example: object = None) -> nn.Modu
 
     What implants have learnt stands at the centres of their kernels. Raises HapError if anything but zeros would go.
     """
-    centred = None if plan.implant is None else replace(plan.implant, init="center")
+    centred = replace(plan.implant, init="center") if isinstance(plan.implant, Pointwise) else None
     pruned = apply_(copy.deepcopy(model), replace(plan, implant=centred), example)
     back, parameters = _spread(pruned, plan, model), dict(model.named_parameters())
     for name in back.keys() & parameters.keys():

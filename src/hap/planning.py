@@ -89,7 +89,7 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     search = _Search(groups, scores, budget, as_implant(implant), limits, per_cost)
     removed = search.bisect()
     kept, grafted = search.fill(*search.marking(removed))
-    return assemble(groups, kept, grafted, search.implant)
+    return assemble(search.groups, kept, grafted, search.implant)
 
 
 def least_flops(groups: Groups, scores: Mapping[str, Tensor], implant: Implant | None, limits: Limits, *,
@@ -104,6 +104,7 @@ class _Search:
 
     def __init__(self, groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | None,
                  limits: Limits, per_cost: bool):  # fmt: skip
+        groups = groups if implant is None else implant.prepared(groups)
         self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
         self.cost = CostModel(groups, implant)
         if not len(groups):
@@ -123,7 +124,7 @@ class _Search:
         if per_cost:
             saved = self._saved()
             self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)
-        self.eligible = _eligible(groups)[self.classes]
+        self.eligible = self.nothing[self.classes] if implant is None else implant.eligible(groups)[self.classes]
         self.streams: dict[int, list[int]] = {}
         for source, target in groups.feeds.tolist():
             self.streams.setdefault(source, []).append(target)
@@ -254,19 +255,6 @@ def _kinds(groups: Groups, classes: Ints) -> Ints:
         kind[members] = number + finer
         number += len(found)
     return kind[classes]
-
-
-def _eligible(groups: Groups) -> Bools:
-    """Classes whose k x k producers can all take an implant, and that have at least one."""
-    some, bad = np.zeros(groups.classes, dtype=bool), np.zeros(groups.classes, dtype=bool)
-    for group in groups.values():
-        for producer in group.producers:
-            shape = groups.shapes[producer.weight]
-            if math.prod(shape[2:]) > 1:
-                able = producer.weight in groups.sites
-                (some if able else bad)[groups.axes[producer.weight, producer.dim]] = True
-    some[0] = False
-    return some & ~bad
 
 
 def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:

@@ -12,8 +12,8 @@ import numpy as np
 
 from hap.cost import Cost, CostModel
 from hap.errors import HapError
-from hap.groups import Bools, Group, Groups, Ints
-from hap.implants import Implant, implant_from_dict
+from hap.groups import Bools, Group, Groups, Ints, Slice, Space
+from hap.implants import ChannelImplant, Implant, implant_from_dict
 
 Indices = dict[str, list[int]]
 
@@ -43,11 +43,12 @@ class Graft:
 
 @dataclass(frozen=True)
 class Widen:
-    """Channel i of the module's output becomes channel index[i] of a stream of `width` channels, else zero."""
+    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero."""
 
     module: str
     index: tuple[int, ...]
     width: int
+    dim: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Plan:
     """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
     example: Any
     narrowings: tuple[Narrow, ...] = ()
+    turns: tuple[Space, ...] = ()
+    """Where heads are narrowed: both sides go over to their singular vectors, the strongest first, before the cuts."""
 
     def kept_inputs(self) -> dict[str, tuple[int, ...]]:
         """The input channels that stay, of each convolution or linear weight that loses some."""
@@ -95,7 +98,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("cuts", "grafts", "widenings", "resizes", "narrowings"):
+        for name in ("cuts", "grafts", "widenings", "resizes", "narrowings", "turns"):
             values[name] = [dataclasses.asdict(item) for item in values[name]]
         values["implant"] = self.implant.to_dict() if self.implant else None
         values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
@@ -104,12 +107,13 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         try:
-            values = {"narrowings": [], **values}
+            values = {"narrowings": [], "turns": [], **values}
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
             items = {"cuts": Cut, "grafts": Graft, "widenings": Widen, "resizes": Resize, "narrowings": Narrow}
             made: dict[str, Any] = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
+            made["turns"] = tuple(_space(**v) for v in values["turns"])
             implant = implant_from_dict(values["implant"]) if values["implant"] else None
             costs = {k: Cost(**values[k]) for k in ("before", "after")}
             return cls(**{**values, **made, **costs, "implant": implant})
@@ -153,6 +157,10 @@ def _change(before: int, after: int) -> str:
     return f"{before:,} -> {after:,} ({after / before:.1%} left)" if before else "0"
 
 
+def _space(left: list[Any], right: list[Any], **rest: Any) -> Space:
+    return Space(left=tuple(Slice(**s) for s in left), right=tuple(Slice(**s) for s in right), **rest)
+
+
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
@@ -160,6 +168,7 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
           implant: Implant | None = None) -> Plan:  # fmt: skip
     """The plan that removes and implants these units and keeps all others. No budget, no limits."""
+    groups = groups if implant is None else implant.prepared(groups)
     go = {n: _indices(groups, n, units) for n, units in removed.items()}
     turn = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
     for name, units in turn.items():
@@ -172,6 +181,9 @@ def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mappi
         kept[groups[name].classes[units]] = False
     for name, units in turn.items():
         grafted[groups[name].classes[units]] = True
+        able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
+        if not able.all():
+            raise HapError(f"unit {units[int(np.argmin(able))]} of {name!r} cannot be replaced by {implant}")
     return assemble(groups, kept, grafted, implant)
 
 
@@ -187,12 +199,12 @@ def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
 
 def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None) -> Plan:
     """Turn a marking of classes (kept, and of these implanted) into a plan."""
-    live = groups.alive(kept)
+    live = groups.alive(kept, grafted)
     marks = {
         n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
     }
     lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
-    sorting = _Sorting(groups, grafted)
+    sorting = _Sorting(groups, grafted if isinstance(implant, ChannelImplant) else np.zeros_like(grafted))
     order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
     grafts, rows_left = _grafts(groups, grafted, order)
     cuts = []
@@ -203,13 +215,15 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
     cost = CostModel(groups, implant)
     nothing = np.zeros_like(kept)
     gone = set(np.flatnonzero(~live).tolist())
+    turns = tuple(s for s in groups.spaces if grafted[groups[s.group].classes[s.unit]])
     return Plan(
         kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
         cuts=tuple(cuts), grafts=tuple(grafts),
         widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)),
-        implant=implant if grafts else None,
+        implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
+        turns=turns,
     )  # fmt: skip
 
 
@@ -279,9 +293,10 @@ def _resizes(groups: Groups, live: Bools) -> Iterable[Resize]:
 
 def _narrowings(groups: Groups, live: Bools) -> Iterable[Narrow]:
     for item in groups.narrowings:
-        index = np.flatnonzero(live[item.classes])
-        if len(index) < len(item.classes):
-            yield Narrow(item.module, item.argument, item.dim, len(item.classes), tuple(index.tolist()))
+        given = item.classes if item.among is None else item.classes[live[item.among]]
+        index = np.flatnonzero(live[given])
+        if len(index) < len(given):
+            yield Narrow(item.module, item.argument, item.dim, len(given), tuple(index.tolist()))
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:
@@ -290,4 +305,4 @@ def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)
         if index != tuple(range(len(wide))):
-            yield Widen(scatter.module, index, len(wide))
+            yield Widen(scatter.module, index, len(wide), scatter.dim)

@@ -14,7 +14,8 @@ from hap.compensation import compensate_
 from hap.errors import CaptureError, HapError
 from hap.examples import describe, run
 from hap.groups import Groups
-from hap.implants import Implant
+from hap.implants import Implant, NarrowHeads, as_implant
+from hap.narrowing import narrowable
 from hap.parts import Parts, parts
 from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
 from hap.plans import Plan
@@ -36,9 +37,10 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
         plan = hap.prune_(model, example, batches, torch.nn.functional.cross_entropy, flops=0.4, implant=0.2)
 
     The model should be trained and in eval mode. `implant` is a share of the removed units to replace by 1x1
-    convolutions, or an implant such as `hap.Pointwise(0.2, init="center")`; `compensate` repairs the layers that read
-    removed units by least squares. `latency` is met by timing pruned copies on the example, with the `backend` and
-    `threads` of `hap.latency`. `coupling`, `ignore` and `stream` are those of `hap.trace`.
+    convolutions, or an implant such as `hap.Pointwise(0.2, init="center")` or `hap.NarrowHeads(0.2)`; `compensate`
+    repairs the layers that read removed units by least squares. `latency` is met by timing pruned copies on the
+    example, with the `backend` and `threads` of `hap.latency`. `coupling`, `ignore` and `stream` are those of
+    `hap.trace`.
 
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by the parts that it can
     (`hap.parts`), and a warning names them: what passes between them is kept, and budgets of FLOPs are those of the
@@ -49,6 +51,9 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
     if compensate and batches is None:
         raise HapError("compensate=True needs batches, an iterable of (input, target)")
     groups, view = _traced(model, example, coupling, ignore, stream)
+    implant = as_implant(implant)
+    if isinstance(implant, NarrowHeads):
+        groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
     scores = score(model, groups, batches, loss, criterion)
     if budget.latency is None:
         chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)

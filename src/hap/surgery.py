@@ -17,8 +17,9 @@ from hap.errors import HapError
 from hap.examples import imagine, run
 from hap.fewer_heads import FewerHeads
 from hap.groups import Site
-from hap.implants import ImplantModule
+from hap.implants import ChannelImplant, ImplantModule
 from hap.plans import Cut, Graft, Narrow, Plan, Widen
+from hap.turning import turned
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -40,9 +41,10 @@ def apply_(
     check_fits(model, plan)
     if example is None and verify:
         example = imagine(plan.example, next(iter(model.parameters())).device)
-    implants = _build_implants(model, plan, _fits(model, plan, batches))
-    if verify:
-        check_by_running(model, plan, implants, example)
+    with turned(model, plan.turns, example if verify else None):
+        implants = _build_implants(model, plan, _fits(model, plan, batches))
+        if verify:
+            check_by_running(model, plan, implants, example)
     _operate(model, plan, implants)
     return model
 
@@ -92,6 +94,10 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     for widen in plan.widenings:
         if not _distinct_below(widen.index, widen.width):
             raise HapError(f"the plan is damaged: {widen.module} cannot be spread over {widen.width} channels")
+    for part in (part for space in plan.turns for part in (*space.left, *space.right)):
+        for name, dim in [(part.weight, part.dim), *([(part.bias, 0)] if part.bias else [])]:
+            if name not in tensors or not 0 <= part.start <= tensors[name].shape[dim] - part.width:
+                raise HapError(f"the plan does not fit this model: {name} has no head at {part.start}")
     for narrow in plan.narrowings:
         if not narrow.index or not _distinct_below(narrow.index, narrow.size):
             raise HapError(f"the plan is damaged: {narrow.module} cannot pick {list(narrow.index)} of {narrow.size}")
@@ -208,14 +214,15 @@ def _sync_convolution(module: _ConvNd, before: list[int]) -> None:
 class Stream(nn.Module):
     """Places the channels of a narrow branch among those of a wider stream and leaves zeros elsewhere."""
 
-    def __init__(self, index: tuple[int, ...], width: int, device: torch.device):
+    def __init__(self, widen: Widen, device: torch.device):
         super().__init__()
-        self.width = width
-        self.register_buffer("index", torch.tensor(index, dtype=torch.int64, device=device), persistent=False)
+        self.width, self.dim = widen.width, widen.dim
+        self.register_buffer("index", torch.tensor(widen.index, dtype=torch.int64, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.new_zeros(x.shape[0], self.width, *x.shape[2:])
-        return wide.index_copy(1, self.index, x)  # type: ignore[arg-type]
+        dim = self.dim % x.ndim
+        wide = x.new_zeros(*x.shape[:dim], self.width, *x.shape[dim + 1 :])
+        return wide.index_copy(dim, self.index, x)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         return f"{len(self.index)} -> {self.width}"  # type: ignore[arg-type]
@@ -227,7 +234,7 @@ def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
 
 def _attach_widening(module: nn.Module, widen: Widen) -> None:
     device = next(iter([*module.parameters(), *module.buffers()])).device
-    module.add_module("stream", Stream(widen.index, widen.width, device))
+    module.add_module("stream", Stream(widen, device))
     module.register_forward_hook(_to_stream)
 
 
@@ -283,7 +290,7 @@ def _fits(model: nn.Module, plan: Plan, batches: Iterable[Any] | None) -> dict[s
 def _build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None = None) -> dict[str, ImplantModule]:
     if not plan.grafts:
         return {}
-    assert plan.implant is not None
+    assert isinstance(plan.implant, ChannelImplant)
     fits = fits or {}
     modules = dict(model.named_modules())
     inputs = plan.kept_inputs()

@@ -1,20 +1,26 @@
-"""Implants: cheaper stand-ins for k x k output channels. A new kind is one file here and one line in KINDS."""
+"""Implants: cheaper stand-ins for k x k output channels and for attention heads.
+
+A new kind is one file here and one name in KINDS.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hap.errors import HapError
-from hap.implants.base import Implant, ImplantModule
+from hap.implants.base import ChannelImplant, Implant, ImplantModule
+from hap.implants.heads import NarrowHeads
 from hap.implants.pointwise import LowRank, Pointwise
 from hap.implants.separable import DepthwiseSeparable
 from hap.implants.spatial import SpatialLowRank
 
-KINDS: dict[str, type[Implant]] = {k.__name__: k for k in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank)}
+KINDS: dict[str, type[Implant]] = {
+    k.__name__: k for k in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank, NarrowHeads)
+}
 
 __all__ = [
-    "KINDS", "DepthwiseSeparable", "Implant", "ImplantModule", "LowRank", "Pointwise", "SpatialLowRank",
-    "as_implant", "implant_from_dict",
+    "KINDS", "ChannelImplant", "DepthwiseSeparable", "Implant", "ImplantModule", "LowRank", "NarrowHeads", "Pointwise",
+    "SpatialLowRank", "as_implant", "implant_from_dict",
 ]  # fmt: skip
 
 

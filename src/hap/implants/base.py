@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.groups import Site
+from hap.groups import Bools, Groups, Site
 
 
 class ImplantModule(nn.Module, ABC):
@@ -32,24 +34,57 @@ class Implant(ABC):
     """Which share of the units to be removed is replaced instead, and by what."""
 
     ratio: float = 0.2
-    init: str = "lstsq"
 
     blind: ClassVar[bool] = False
     """A blind implant is placed without looking at the scores: the paper's control."""
-    inits: ClassVar[tuple[str, ...]] = ("lstsq",)
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise HapError(
                 f"implant ratio is {self.ratio}; expected a share of the removed units, above 0 and at most 1"
             )
-        if self.init not in self.inits:
-            raise HapError(f"init is {self.init!r}; {type(self).__name__} knows {', '.join(map(repr, self.inits))}")
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether `build` wants calibration inputs."""
+        """Whether it starts from calibration inputs."""
         return False
+
+    def prepared(self, groups: Groups) -> Groups:
+        """The groups as planning with this implant needs them."""
+        return groups
+
+    @abstractmethod
+    def eligible(self, groups: Groups) -> Bools:
+        """Which classes it can stand in for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__} | dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class ChannelImplant(Implant):
+    """A module beside a k x k convolution that computes some of its channels."""
+
+    init: str = "lstsq"
+
+    inits: ClassVar[tuple[str, ...]] = ("lstsq",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.init not in self.inits:
+            raise HapError(f"init is {self.init!r}; {type(self).__name__} knows {', '.join(map(repr, self.inits))}")
+
+    def eligible(self, groups: Groups) -> Bools:
+        """Classes whose k x k producers can all take an implant, and that have at least one."""
+        some, bad = np.zeros(groups.classes, dtype=bool), np.zeros(groups.classes, dtype=bool)
+        for group in groups.values():
+            for producer in group.producers:
+                shape = groups.shapes[producer.weight]
+                if math.prod(shape[2:]) > 1:
+                    able = producer.weight in groups.sites
+                    (some if able else bad)[groups.axes[producer.weight, producer.dim]] = True
+        some[0] = False
+        return some & ~bad
 
     @abstractmethod
     def params(self, site: Site, inputs: int, rows: int) -> int:
@@ -62,9 +97,6 @@ class Implant(ABC):
     @abstractmethod
     def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs) for `Pointwise`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__} | dataclasses.asdict(self)
 
 
 def tap_padding(site: Site, taps: tuple[int, int]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.groups import Site
-from hap.implants.base import Implant, ImplantModule, pad, tap_padding
+from hap.implants.base import ChannelImplant, ImplantModule, pad, tap_padding
 
 
 def centre(site: Site) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class PointwiseImplant(ImplantModule):
 
 
 @dataclass(frozen=True)
-class Pointwise(Implant):
+class Pointwise(ChannelImplant):
     """1x1 for k x k, at a ninth of the cost for 3 x 3.
 
     `init` sets the start values: "lstsq" fits the replaced channels on calibration inputs (the best 1x1 kernel in

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.groups import Site
-from hap.implants.base import Implant, ImplantModule
+from hap.implants.base import ChannelImplant, ImplantModule
 
 
 class SeparableImplant(ImplantModule):
@@ -39,7 +39,7 @@ class SeparableImplant(ImplantModule):
 
 
 @dataclass(frozen=True)
-class DepthwiseSeparable(Implant):
+class DepthwiseSeparable(ChannelImplant):
     """One spatial filter per input channel, shared by all implanted channels of a layer. Starts at the best such fit
     of the replaced kernels: a rank-1 decomposition per input channel."""
 

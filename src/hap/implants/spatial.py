@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.groups import Site
-from hap.implants.base import Implant, ImplantModule
+from hap.implants.base import ChannelImplant, ImplantModule
 
 
 class SpatialImplant(ImplantModule):
@@ -40,7 +40,7 @@ class SpatialImplant(ImplantModule):
 
 
 @dataclass(frozen=True)
-class SpatialLowRank(Implant):
+class SpatialLowRank(ChannelImplant):
     """Rank `rank` over space, shared by all implanted channels of a layer. Starts at the kernels' truncated SVD."""
 
     init: str = "svd"

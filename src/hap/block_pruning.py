@@ -1,0 +1,66 @@
+"""Budgets on the heads and the MLP neurons of a transformer, and pruning to them in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hap.blocks import only, units_of
+from hap.errors import HapError
+from hap.groups import Groups
+from hap.implants import NarrowHeads
+from hap.narrowing import narrowable
+from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
+from hap.plans import Plan, draft
+from hap.scoring import Criterion, score
+from hap.scoring.base import Loss
+from hap.surgery import apply_
+from hap.tracing import trace
+
+
+def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | None = None, mlp: float | None = None,
+                flops: float | None = None, implant: NarrowHeads | None = None,
+                limits: Limits = DEFAULT_LIMITS) -> Plan:  # fmt: skip
+    """A plan for the blocks of a transformer that leaves its stream, embeddings and classifier alone.
+
+    `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own kind over
+    all layers; `flops` instead is one budget over both. At least one head stays in each layer. With an `implant`, some
+    of the heads that would go are narrowed instead; the groups must then come from `hap.narrowable`.
+    """
+    kinds = _kinds(heads, mlp, flops)
+    if flops is not None:
+        return plan(units_of(groups, *kinds), scores, Budget(flops=flops), implant, limits)
+    removed: dict[str, list[int]] = {}
+    narrowed: dict[str, list[int]] = {}
+    for kind in kinds:
+        share, stand_in = {"heads": (heads, implant), "mlp": (mlp, None)}[kind]
+        chosen = plan(units_of(groups, kind), scores, Budget(channels=share), stand_in, limits)
+        removed, narrowed = removed | chosen.removed, narrowed | chosen.implanted
+    return draft(only(groups, removed), removed, narrowed, implant)
+
+
+def prune_blocks_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
+                  heads: float | None = None, mlp: float | None = None, flops: float | None = None,
+                  implant: NarrowHeads | None = None, criterion: Criterion | str = "joint",
+                  limits: Limits = DEFAULT_LIMITS, verify: bool = True) -> Plan:  # fmt: skip
+    """Remove heads and/or MLP neurons from a transformer in place, and return the plan: see `plan_blocks`.
+
+    plan = hap.prune_blocks_(model, example, batches, loss, heads=0.5)
+    """
+    kinds = _kinds(heads, mlp, flops)
+    groups = trace(model, example)
+    groups = groups if implant is None else narrowable(model, groups, example)
+    scores = score(model, units_of(groups, *kinds), batches, loss, criterion)
+    chosen = plan_blocks(groups, scores, heads=heads, mlp=mlp, flops=flops, implant=implant, limits=limits)
+    apply_(model, chosen, example, verify)
+    return chosen
+
+
+def _kinds(heads: float | None, mlp: float | None, flops: float | None) -> list[str]:
+    """What a budget is over: heads, mlp or both."""
+    given = [kind for kind, share in (("heads", heads), ("mlp", mlp)) if share is not None]
+    if (flops is None) == (not given):
+        raise HapError(f"heads={heads}, mlp={mlp}, flops={flops}; expected heads and/or mlp, or flops alone")
+    return given or ["heads", "mlp"]
