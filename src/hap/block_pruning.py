@@ -26,19 +26,19 @@ def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | 
     """A plan for the blocks of a transformer that leaves its stream, embeddings and classifier alone.
 
     `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own kind over
-    all layers; `flops` instead is one budget over both. At least one head stays in each layer. With an `implant`, some
-    of the heads that would go are narrowed instead; the groups must then come from `hap.narrowable`.
+    all layers; `flops` instead is one budget over both. At least one head stays in each layer. With an `implant`, which
+    goes with `flops` alone, some of the heads that would go are narrowed; the groups then come from `hap.narrowable`.
     """
     kinds = _kinds(heads, mlp, flops)
+    if implant is not None and flops is None:
+        raise HapError("a narrow head counts as a head, so heads= and mlp= leave nothing to implant; expected flops=")
     if flops is not None:
         return plan(units_of(groups, *kinds), scores, Budget(flops=flops), implant, limits)
     removed: dict[str, list[int]] = {}
-    narrowed: dict[str, list[int]] = {}
     for kind in kinds:
-        share, stand_in = {"heads": (heads, implant), "mlp": (mlp, None)}[kind]
-        chosen = plan(units_of(groups, kind), scores, Budget(channels=share), stand_in, limits)
-        removed, narrowed = removed | chosen.removed, narrowed | chosen.implanted
-    return draft(only(groups, removed), removed, narrowed, implant)
+        share = {"heads": heads, "mlp": mlp}[kind]
+        removed |= plan(units_of(groups, kind), scores, Budget(channels=share), limits=limits).removed
+    return draft(only(groups, removed), removed)
 
 
 def prune_blocks_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
