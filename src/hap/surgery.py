@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -220,12 +221,29 @@ class Stream(nn.Module):
         self.register_buffer("index", torch.tensor(widen.index, dtype=torch.int64, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        dim = self.dim % x.ndim
-        wide = x.new_zeros(*x.shape[:dim], self.width, *x.shape[dim + 1 :])
-        return wide.index_copy(dim, self.index, x)  # type: ignore[arg-type]
+        wide = x.new_zeros(*x.shape[: self.dim], self.width, *x.shape[self.dim + 1 :])
+        return wide.index_copy(self.dim, self.index, x)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         return f"{len(self.index)} -> {self.width}"  # type: ignore[arg-type]
+
+
+class Padded(Stream):
+    """The same for heads along the last axis, block by block, which is faster than one by one."""
+
+    def __init__(self, widen: Widen, device: torch.device):
+        super().__init__(widen, device)
+        self.blocks = blocks_of(widen.index, widen.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = iter(x.split([size for size, own in self.blocks if own], -1))
+        return torch.cat([next(mine) if own else x.new_zeros(*x.shape[:-1], size) for size, own in self.blocks], -1)
+
+
+def blocks_of(index: tuple[int, ...], width: int) -> list[tuple[int, bool]]:
+    """Runs of indices below `width` that are all in `index`, or all not: how long, and which of the two."""
+    inside = set(index)
+    return [(len(list(run)), own) for own, run in itertools.groupby(range(width), lambda i: i in inside)]
 
 
 def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -234,7 +252,7 @@ def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
 
 def _attach_widening(module: nn.Module, widen: Widen) -> None:
     device = next(iter([*module.parameters(), *module.buffers()])).device
-    module.add_module("stream", Stream(widen, device))
+    module.add_module("stream", (Padded if widen.dim == -1 else Stream)(widen, device))
     module.register_forward_hook(_to_stream)
 
 
@@ -248,6 +266,18 @@ class Part(nn.Module):
 
     def forward(self, table: Tensor) -> Tensor:
         return table.index_select(self.dim, self.index)  # type: ignore[arg-type]
+
+
+class Blocks(Part):
+    """The same for heads along the last axis, block by block."""
+
+    def __init__(self, narrow: Narrow, device: torch.device):
+        super().__init__(narrow, device)
+        self.blocks = blocks_of(narrow.index, narrow.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = x.split([size for size, _ in self.blocks], -1)
+        return torch.cat([p for p, (_, own) in zip(pieces, self.blocks, strict=True) if own], -1)
 
 
 def _pick_parts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -264,7 +294,7 @@ def _attach_narrowing(module: nn.Module, narrow: Narrow) -> None:
         module.register_forward_pre_hook(_pick_parts, with_kwargs=True)
     device = next(iter([*module.parameters(), *module.buffers()])).device
     assert isinstance(module.parts, nn.ModuleList)
-    module.parts.append(Part(narrow, device))
+    module.parts.append((Blocks if narrow.dim == -1 else Part)(narrow, device))
 
 
 def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:
