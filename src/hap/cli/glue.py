@@ -14,6 +14,7 @@ from hap.data.glue import TASKS
 from hap.errors import HapError
 from hap.experiments.glue import CRITERIA, ORDER, Campaign, Folders, Settings, jobs, status
 from hap.experiments.glue_report import render as render_page
+from hap.experiments.head_costs import measure as measure_costs
 from hap.experiments.head_latency import measure
 from hap.experiments.networks import pick_device
 from hap.files import write_atomic
@@ -53,6 +54,9 @@ def glue(
     render: Annotated[Path | None, typer.Option(help="Only make this Markdown page from the result files.")] = None,
     latency: Annotated[
         bool, typer.Option("--latency", help="Only time the model with and without half its heads.")
+    ] = False,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Only time scores beside fine-tuning, on the first task.")
     ] = False,
     note: Annotated[str, typer.Option(help="What to say of the model beside its figures.")] = "",
     revision: Annotated[str | None, typer.Option(help="The source revision to record, where git cannot tell.")] = None,
@@ -96,6 +100,14 @@ def glue(
         graphs=graphs,
     )  # fmt: skip
     campaign = Campaign(model, data, folders, settings, where, note, revision, lambda text: typer.echo(text, err=True))
+    if costs:
+        path = results / f"costs-{where.type}.json"
+        for row in measure_costs(campaign, chosen[0].task, path)["rows"]:
+            memory = f", {row['of_a_step']:.2f} of a step's memory" if row["of_a_step"] else ""
+            times = f"{row['seconds']:.2f} s, {row['of_an_epoch']:.2f} of an epoch{memory}"
+            say(f"{row['criterion']}, {row['batch']} texts at once: {times}")
+        wrote(path)
+        return
     with resumable("the same command goes on with the budgets that are not finished"):
         campaign.work_off(chosen, seconds)
 

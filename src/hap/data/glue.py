@@ -13,7 +13,7 @@ from torch import Tensor
 from hap.errors import HapError
 
 Batch = tuple[dict[str, Tensor], Tensor]
-BUCKETS = (32, 64, 96, 128, 192, 256)
+BUCKETS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 """Batches are padded to one of these lengths, so that few shapes occur; longer texts are cut to the last."""
 
 LABELS = ("label", "Quality")

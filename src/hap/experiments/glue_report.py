@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hap.errors import HapError
+from hap.experiments import head_costs, head_latency
 from hap.experiments.glue import FORMAT, KIND
 from hap.experiments.results import read_records
 
@@ -19,6 +20,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
 }
 """The paper's figures for RoBERTa-base with 100, 80, 60, 50 and 40% of the heads."""
 
+NETWORKS = ("dense", "pruned")
 FIELDS = ("metrics", "metrics_before_tuning")
 NAMES = {
     "hessian": "Hessian trace (HAP)", "gauss-newton": "Gauss-Newton trace", "gradient": "gradient, per layer (Michel)",
@@ -28,14 +30,18 @@ NAMES = {
 
 def render(folder: str | Path) -> str:
     """The page, in Markdown."""
-    records = [r for r in read_records(folder) if r["kind"] == KIND and r.get("format") == FORMAT]
+    found = read_records(folder)
+    records, costs, latencies = (
+        [r for r in found if (r["kind"], r.get("format")) == kind]
+        for kind in ((KIND, FORMAT), (head_costs.KIND, head_costs.FORMAT), (head_latency.KIND, head_latency.FORMAT))
+    )
     if not records:
         raise HapError(f"{folder} holds no results of hap glue")
     tasks = list(dict.fromkeys(r["task"] for r in records))
     lines = ["# Attention heads on GLUE", "", *_preface(records), ""]
     for task in tasks:
         lines += _task(task, [r for r in records if r["task"] == task])
-    return "\n".join([*lines, *_costs(records), ""])
+    return "\n".join([*lines, *_costs(costs), *_latencies(latencies)])
 
 
 def _preface(records: Sequence[Record]) -> list[str]:
@@ -119,20 +125,53 @@ def _verdict(records: Sequence[Record], shares: Sequence[float]) -> str:
     return f"Hessian minus gradient, points (seed by seed): {'; '.join(parts)}."
 
 
-def _costs(records: Sequence[Record]) -> list[str]:
-    """Time and memory of scores beside those of training, task by task."""
-    rows = []
-    for r in sorted(records, key=lambda r: (r["task"], list(NAMES).index(r["criterion"]), r["seed"])):
-        scoring, dense = r["scoring"], r["dense"]
-        memory = scoring["peak_memory"] and dense["step_memory"] and scoring["peak_memory"] / dense["step_memory"]
-        if r["seed"] == min(o["seed"] for o in records if o["task"] == r["task"]):
-            rows.append([
-                r["task"], NAMES[r["criterion"]], f"{scoring['seconds']:.2f}", f"{dense['seconds_per_epoch']:.2f}",
-                f"{scoring['peak_memory'] / 2**30:.2f}" if scoring["peak_memory"] else "-",
-                f"{memory:.2f}" if memory else "-",
-            ])  # fmt: skip
-    head = ["task", "criterion", "scores, s", "one epoch, s", "peak memory, GiB", "of a training step's"]
-    return ["## What the scores cost", "", *_table(head, rows)]
+def _costs(found: Sequence[Record]) -> list[str]:
+    """Time and memory of scores beside those of fine-tuning in the same run."""
+    lines = []
+    for record in found:
+        dense, where = record["dense"], _machine(record)
+        rows = [
+            [
+                NAMES[r["criterion"]], str(r["batch"]), f"{r['seconds']:.2f}", f"{r['of_an_epoch']:.2f}",
+                f"{r['peak_memory'] / 2**30:.2f}" if r["peak_memory"] else "-",
+                f"{r['of_a_step']:.2f}" if r["of_a_step"] else "-",
+            ]
+            for r in record["rows"]
+        ]  # fmt: skip
+        step = f", a step of it {dense['step_memory'] / 2**30:.2f} GiB" if dense["step_memory"] else ""
+        lines += [
+            f"On {where}, {record['rows'][0]['examples']} texts of {record['task']}; one epoch of fine-tuning took "
+            f"{dense['seconds_per_epoch']:.2f} s{step}.",
+            "",
+            *_table(["criterion", "texts at once", "s", "of an epoch", "peak, GiB", "of a step's"], rows),
+            "",
+        ]
+    return ["## What the scores cost", "", *lines] if lines else []
+
+
+def _latencies(found: Sequence[Record]) -> list[str]:
+    """A dense network and one without half of its heads, timed in turns."""
+    lines = []
+    for record in found:
+        rows = [
+            [r["backend"], str(r["batch"]), *(f"{r[n]['median']:.1f}" for n in NETWORKS), f"{r['faster']:.2f}"]
+            for r in record["rows"]
+        ]
+        lines += [
+            f"On {_machine(record)} ({record['precision']}), {record['heads']:.0%} of the heads and "
+            f"{record['macs_left']:.1%} of the multiply-adds left, {record['length']} tokens; medians, and the median "
+            "of the ratios of rounds in which both took turns.",
+            "",
+            *_table(["", "texts at once", "dense, ms", "pruned, ms", "times faster"], rows),
+            "",
+        ]
+    return ["## Latency", "", *lines] if lines else []
+
+
+def _machine(record: Record) -> str:
+    hardware = record["hardware"]
+    cpu = f"{hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] != 1)}"
+    return hardware["gpu"] if record["device"].startswith("cuda") else cpu
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

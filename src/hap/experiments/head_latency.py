@@ -16,6 +16,7 @@ from hap.experiments.glue import load_transformers
 from hap.files import write_json
 from hap.provenance import provenance
 
+KIND, FORMAT = "hap-head-latency", 2
 BACKENDS = {"cpu": ("eager", "onnxruntime"), "cuda": ("eager", "compile")}
 ROUNDS = {1: 30, 32: 10}
 """How often each of the two networks is timed, by the number of texts in a batch."""
@@ -50,7 +51,7 @@ def measure(source: str | Path, out: Path, device: torch.device, share: float = 
         times = {"dense": asdict(before), "pruned": asdict(after), "faster": before.ratio_to(after)}
         rows.append({"backend": backend, "batch": size, **times})
     record = {
-        "kind": "hap-head-latency", "format": 2, "heads": share, "length": length, "precision": "float32",
+        "kind": KIND, "format": FORMAT, "heads": share, "length": length, "precision": "float32",
         "heads_left": {n: len(units) for n, units in plan.kept.items()},
         "macs_left": plan.after.macs / plan.before.macs, "params_left": plan.after.params / plan.before.params,
         "rows": rows, "device": str(device),

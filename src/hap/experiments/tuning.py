@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -173,8 +173,8 @@ class _Run:
 
 @contextmanager
 def made_on(device: torch.device) -> Iterator[None]:
-    """On CUDA, what a forward makes is made on the device: a recorded step cannot copy from the host."""
-    if device.type != "cuda":
+    """Off the CPU, what a forward makes is made on the device: a recorded step cannot copy from the host."""
+    if device.type == "cpu":
         yield
         return
     with torch.device(device), FilledScalars():
@@ -191,9 +191,9 @@ class FilledScalars(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def precise(device: torch.device) -> torch.autocast:
+def precise(device: torch.device) -> AbstractContextManager[Any]:
     """bf16 on CUDA, else full precision. Casts are not cached: they would outlive the recording of a graph."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if device.type == "cuda" else nullcontext()
 
 
 def predict(model: nn.Module, data: Encoded, size: int = 256) -> tuple[Tensor, Tensor]:
