@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
@@ -151,6 +152,14 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
+class NoCopies(TorchFunctionMode):
+    """Fails where a tensor is made of numbers, which on a GPU is a copy from the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.tensor, args
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", ["mpnet", "roberta"])
 def test_a_step_reads_nothing_back_and_copies_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA graph asks of a step, tried with tensors that have no values and so cannot be read."""
@@ -165,7 +174,7 @@ def test_a_step_reads_nothing_back_and_copies_nothing_from_the_host(name: str, m
     step.device, step.loss_sum = meta, step.loss_sum.to(meta)
     step.optimizer = torch.optim.SGD(model.to(meta).parameters(), lr=0.1)
     inputs, labels = {k: v.to(meta) for k, v in example.items()}, torch.zeros(3, dtype=torch.int64, device=meta)
-    with OnDevice():
+    with OnDevice(), NoCopies():
         step.step(inputs, labels)
     assert step.loss_sum.is_meta
 

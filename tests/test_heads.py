@@ -330,15 +330,30 @@ def _model(name: str) -> tuple[nn.Module, Any, Groups]:
     return copy.deepcopy(model), example, groups
 
 
+def _five_lines(page: str) -> str:
+    """The lines of a page that prune heads."""
+    text = (Path(__file__).parents[1] / page).read_text().partition("# Attention heads\n")[2]
+    code = text.partition("```python\n")[2].partition("```")[0]
+    return code[code.index("groups = ") :]
+
+
+def test_the_readme_and_the_manual_show_the_same_five_lines() -> None:
+    bare = [
+        [line.partition("#")[0].rstrip() for line in _five_lines(p).splitlines()]
+        for p in ("README.md", "docs/heads.md")
+    ]
+    assert bare[0] == bare[1] and len(bare[0]) == 5
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_same_lines_prune_heads_of(name: str, tmp_path: Any) -> None:
-    """The five lines of the README; then equal to the head-masked dense model, and reloaded into a fresh one."""
-    model, example, groups = _model(name)
+def test_the_lines_of_the_readme_prune_heads_of(name: str, tmp_path: Any) -> None:
+    """As they stand there; then equal to the head-masked dense model, and reloaded into one from_pretrained gives."""
+    model, example, _ = _model(name)
+    model.save_pretrained(tmp_path / "dense")
     dense, batches = copy.deepcopy(model), [(example, torch.tensor([0, 1, 1]))]
-    heads = hap.only(groups, hap.heads(groups))
-    scores = hap.score(model, heads, batches, _loss, hap.GateGradient())
-    plan = hap.plan(heads, scores, hap.Budget(channels=0.5))
-    hap.apply_(model, plan, example)
+    names: dict[str, Any] = {"hap": hap, "model": model, "example": example, "batches": batches, "loss": _loss}
+    exec(_five_lines("README.md"), names)
+    heads, plan = names["heads"], names["plan"]
 
     per_layer = HEADS // (2 if name == "llama" else 1)
     assert heads.units == LAYERS * per_layer and all(len(g) == per_layer for g in heads.values())
@@ -346,7 +361,7 @@ def test_the_same_lines_prune_heads_of(name: str, tmp_path: Any) -> None:
     assert hap.cost(model, example).macs == plan.after.macs < plan.before.macs
     assert gap(run(model, example), reference(dense, heads, plan, model, example)) < 1e-5
     hap.save(tmp_path / "pruned.safetensors", model, plan)
-    again = hap.load(tmp_path / "pruned.safetensors", small(name)[0])
+    again = hap.load(tmp_path / "pruned.safetensors", type(model).from_pretrained(tmp_path / "dense"))
     assert all(torch.equal(a, b) for a, b in zip(run(again, example), run(model, example), strict=True))
 
 
