@@ -185,6 +185,17 @@ def test_what_does_not_go_together_is_refused() -> None:
         )
 
 
+def test_the_lines_of_the_manual() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "heads.md").read_text().partition("## Narrower heads\n")[2]
+    model, example = small("distilbert")
+    groups = hap.trace(model, example)
+    heads = hap.only(groups, hap.heads(groups))
+    scores = hap.score(model, heads, None, None, "random")
+    names: dict[str, Any] = {"hap": hap, "model": model, "heads": heads, "scores": scores, "example": example}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    assert any(names["plan"].implanted.values()) and hap.cost(model, example).macs == names["plan"].after.macs
+
+
 def test_says_what_is_missing_or_wrong() -> None:
     model, example, groups = _prepared("bert")
     plain, first = hap.only(hap.trace(model, example), groups), next(iter(groups))
