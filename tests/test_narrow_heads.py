@@ -187,7 +187,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 def test_the_lines_of_the_manual() -> None:
     text = (Path(__file__).parents[1] / "docs" / "heads.md").read_text().partition("## Narrower heads\n")[2]
-    model, example = small("distilbert")
+    model, example = small("bert")
     groups = hap.trace(model, example)
     heads = hap.only(groups, hap.heads(groups))
     scores = hap.score(model, heads, None, None, "random")

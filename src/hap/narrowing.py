@@ -30,7 +30,7 @@ def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
     """The same groups, knowing which heads `hap.NarrowHeads` can narrow, and where.
 
         heads = hap.narrowable(model, hap.only(groups, hap.heads(groups)), example)
-        plan = hap.plan(heads, scores, hap.Budget(flops=0.8), implant=hap.NarrowHeads(ratio=0.3, rank=0.5))
+        plan = hap.plan(heads, scores, hap.Budget(flops=0.8), implant=hap.NarrowHeads(ratio=0.5, rank=0.5))
 
     Each possibility is tried on a copy with random weights. Where queries and keys do not bear it, as under rotary
     embeddings, values and outputs alone are narrowed; heads that bear neither are left out.
