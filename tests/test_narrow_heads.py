@@ -263,6 +263,23 @@ def test_a_plan_for_another_forward_is_refused_and_changes_nothing() -> None:
         hap.apply_(short, plan, x)
 
 
+def test_layers_that_are_used_twice_are_narrowed_for_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x + self.block(x).sum(-1, keepdim=True))
+
+    torch.manual_seed(0)
+    model, x = Twice().double().eval(), torch.randn(2, 5, 12, dtype=torch.float64)
+    groups = hap.narrowable(model, hap.trace(model, x), x)
+    assert len(groups.spaces) == 8
+    plan = hap.draft(groups, {}, {"block.q": [1, 2]}, hap.NarrowHeads())
+    assert hap.cost(hap.apply_(model, plan, x), x).macs == plan.after.macs < plan.before.macs
+
+
 def test_layers_that_are_not_called_keep_the_width_of_their_heads() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

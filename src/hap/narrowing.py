@@ -85,8 +85,8 @@ def _shape_of(groups: Groups, group: Group, seen: Widths) -> _Shape | None:
     for side, layers in enumerate((read, computed)):
         for weight, _, own in layers:
             module, _, leaf = weight.rpartition(".")
-            once = sum(term.weight == weight for term in groups.terms) == 1
-            if not once or leaf != "weight" or [widths[side] for widths in seen.get(module, [])] != [len(own)]:
+            uses = sum(term.weight == weight for term in groups.terms)
+            if leaf != "weight" or [widths[side] for widths in seen.get(module, [])] != [len(own)] * uses:
                 return None
     rows, columns = (sum(int((own == 0).sum()) for _, _, own in layers) for layers in (computed, read))
     width, rest = divmod(rows - columns, 2)  # queries are as many as outputs, keys and values one each
