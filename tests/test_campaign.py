@@ -15,7 +15,7 @@ import hap
 from hap.cli import app
 from hap.data import Data, Split
 from hap.experiments import sensitivity
-from hap.experiments.campaign import Folders, Job, estimate, pending, select, status, work_off
+from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, select, status, work_off
 from hap.experiments.cifar10 import headline_networks
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
@@ -89,9 +89,9 @@ def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Fol
     for form, masked_from in (("masked", 0.0), ("pruned", 2.0)):
         place = Folders(folders.results / form, folders.networks / form, folders.work / form)
         put_dense(place)
-        work_off([job], data, place, seconds=1e-3, say=quiet, masked_from=masked_from)
+        work_off([job], data, place, seconds=1e-3, say=quiet, manner=Manner(masked_from=masked_from))
         assert not place.result(job.name).exists()
-        work_off([job], data, place, say=quiet, masked_from=masked_from)
+        work_off([job], data, place, say=quiet, manner=Manner(masked_from=masked_from))
         results[form] = json.loads(place.result(job.name).read_text())
         networks[form] = hap.load(place.network(job.name), hap.models.build("resnet20")).state_dict()
     masked, pruned = results["masked"], results["pruned"]
