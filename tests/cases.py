@@ -648,8 +648,32 @@ def efficient_channel_attention() -> Any:
 
 
 @case
+def summed_over_channels() -> Any:
+    """A sum over channels is another one with fewer: those may not be cut, the ones before and after may."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(m.b(m.a(x)))
+        return m.head(pooled(F.relu(m.c(y * torch.sigmoid(y.sum(1, keepdim=True))))))
+
+    return Net(run, a=conv_bn_relu(3, 7), b=conv(7, 6), c=conv(6, 8), head=nn.Linear(8, 5)), images()
+
+
+@case
+def decomposed_positions() -> Any:
+    """Heads with a position table that meets the queries in an einsum, as in MViT."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).reshape(2, 6, 3, -1, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-1, -2) + torch.einsum("bhqc,qkc->bhqk", q, m.table)
+        return m.head((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    table = nn.Parameter(torch.randn(6, 6, 4))
+    return Net(run, qkv=nn.Linear(5, 36), table=table, head=nn.Linear(12, 5)), images(2, 6, 5)
+
+
+@case
 def spatial_attention() -> Any:
-    """Mean and maximum over channels: those may not be cut, the ones before and after may."""
+    """Mean and maximum over channels: what is left of them is averaged on."""
 
     def run(m: Any, x: Tensor) -> Tensor:
         y = F.relu(m.b(m.a(x)))

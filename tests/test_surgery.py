@@ -28,7 +28,7 @@ from hap.fewer_heads import FewerHeads
 from hap.groups import Groups
 
 SPANNED = ("group_norm_few", "layer_norm_mlp", "layer_norm_without_affine", "rms_norm_mlp", "convnext_block",
-           "standardised_weight", "weight_normalised")  # fmt: skip
+           "standardised_weight", "weight_normalised", "spatial_attention")  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
 

@@ -32,19 +32,54 @@ def product(
     b, b_shape = rules.aligned(b, ndim).transpose(-1, -2).unsqueeze(-3), (1,) * (ndim - len(b_shape)) + b_shape
     a_full = (*a_shape[:-1], 1, a_shape[-1])
     b_full = (*b_shape[:-2], 1, b_shape[-1], b_shape[-2])
-    grid, shape = rules.merge(tracer, name, [(a, a_full), (b, b_full)])
+    return _contracted(tracer, name, [(a, a_full), (b, b_full)], 1, scaled)
+
+
+def _contracted(
+    tracer: Tracer, name: str, sides: list[tuple[Tensor, Shape]], inner: int, scaled: bool = False
+) -> Tensor:
+    """Labels of a pointwise product that is summed over its last `inner` axes: see `product`."""
+    grid, shape = rules.merge(tracer, name, sides)
     tracer.products.append(
         Product(grid.flatten().numpy(), math.prod(s for s, g in zip(shape, grid.shape, strict=True) if g == 1))
     )
-    if grid.shape[-1] == 1:
-        return grid.squeeze(-1)
-    tracer.sized.append(np.unique(grid.numpy()))
-    if grid.numel() == grid.shape[-1]:
-        if scaled:
-            tracer.freeze(grid, name, "scales by the width of its heads")
-        return torch.zeros([1] * ndim, dtype=torch.int64)
-    tracer.join(grid.numpy(), grid[..., :1].numpy())
-    return rules.compress(grid[..., 0])
+    outer = grid.ndim - inner
+    summed = math.prod(grid.shape[outer:])
+    if summed > 1:
+        tracer.sized.append(np.unique(grid.numpy()))
+        if grid.numel() == summed:
+            if scaled:
+                tracer.freeze(grid, name, "scales by the width of its heads")
+            return torch.zeros([1] * outer, dtype=torch.int64)
+        grid = grid.reshape(*grid.shape[:outer], summed)
+        tracer.join(grid.numpy(), grid[..., :1].numpy())
+        grid = grid[..., :1]
+    return rules.compress(grid.reshape(grid.shape[:outer]))
+
+
+@rules.rule("einsum")
+def einsum(tracer: Tracer, node: fx.Node) -> Any:
+    """Two tensors, each with axes of different names: a product over all names, summed over those that go."""
+    equation, operands = node.args[:2]
+    assert isinstance(equation, str) and isinstance(operands, list | tuple)
+    terms, _, result = equation.replace(" ", "").partition("->")
+    names = terms.split(",")
+    distinct = all(len(set(term)) == len(term) for term in names)
+    if len(names) != 2 or "->" not in equation or "." in equation or not distinct:
+        return rules.freeze_all(tracer, node, "an equation that is not understood")
+    inner = [letter for letter in dict.fromkeys("".join(names)) if letter not in result]
+    sides = []
+    for term, x in zip(names, operands, strict=True):
+        assert isinstance(x, fx.Node)
+        labels, sizes = tracer.labels(x), dict(zip(term, rules.shape_of(x), strict=True))
+        order = [letter for letter in [*result, *inner] if letter in sizes]
+        labels = labels.permute([term.index(letter) for letter in order])
+        short = dict(zip(order, labels.shape, strict=True))
+        sides.append(
+            (labels.reshape([short.get(c, 1) for c in [*result, *inner]]),
+             tuple(sizes.get(c, 1) for c in [*result, *inner]))
+        )  # fmt: skip
+    return _contracted(tracer, "einsum", sides, len(inner))
 
 
 @rules.rule("matmul", "bmm", "mm")

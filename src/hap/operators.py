@@ -47,6 +47,8 @@ PADDING = _names(
 """Windows over space: channel by channel."""
 
 REDUCTIONS = _names("all amax amin any argmax linalg_vector_norm logsumexp max mean min norm prod std sum var")
+AVERAGES = _names("amax amin linalg_vector_norm max mean min norm std var")
+"""Reductions that span an axis as a norm does: what is left of it is averaged on."""
 SOFTMAXES = _names("cumsum log_softmax softmax _softmax")
 
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})

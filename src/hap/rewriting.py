@@ -59,22 +59,16 @@ def rewrite(
     sizes = list(_sizes(tracer))
     graph = _graph(program, sizes)
 
-    def groups() -> Groups:
-        found = tracer.finish(describe(example))
+    def sized(found: Groups) -> Groups:
         counts = [(_name(i), size.classes(tracer.root), size.per) for i, size in enumerate(sizes)]
         lengths = tuple(Length("", name, classes, per) for name, classes, per in counts if classes is not None)
         return replace(found, lengths=lengths, sites={}, direct=frozenset())
 
-    found = groups()
-    if not stream:
-        tracer.leave_stream(found)
-        found = groups()
-    for name in found.matching(ignore, "ignore"):
-        tracer.freeze(found[name].classes, name, "left alone as asked")
-    found = groups()
-    for name in Trial(graph, example, found, tracer.sized_classes(), []).misfits():
+    found = sized(tracer.settle(describe(example), ignore, stream))
+    misfits = Trial(graph, example, found, tracer.sized_classes(), []).misfits()
+    for name in misfits:
         tracer.freeze(found[name].classes, name, "the graph of the model counts on its size")
-    return graph, groups()
+    return graph, sized(tracer.finish(found.example)) if misfits else found
 
 
 def _name(number: int) -> str:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hap import weights
 from hap.groups import Ints, Product, Site
 from hap.operators import (
+    AVERAGES,
     CONVOLUTIONS,
     KEEP_ZERO,
     PADDING,
@@ -121,7 +122,11 @@ def varies(labels: Tensor) -> bool:
 
 
 def compress(labels: Tensor) -> Tensor:
-    """Size 1 along every axis where the labels do not vary."""
+    """Size 1 along every axis where the labels do not vary. Axes that were merely expanded are told by their stride."""
+    if not labels.numel():
+        return labels
+    for dim in (d for d, size in enumerate(labels.shape) if size > 1 and labels.stride(d) == 0):
+        labels = labels.narrow(dim, 0, 1)
     for dim in range(labels.ndim):
         if labels.shape[dim] > 1 and bool((labels == labels.narrow(dim, 0, 1)).all()):
             labels = labels.narrow(dim, 0, 1)
@@ -257,16 +262,11 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     if short_name(node) in SIZED:
         tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
 
-    def full(a: fx.Node) -> Any:
-        value = tracer.labels(a) if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor) else None
-        return value.expand(shape_of(a)).contiguous() if value is not None else a.meta.get("val")
-
     if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
         channels = along(tracer, node.args[0], 1)  # type: ignore[arg-type]
         tracer.shaped.append((tracer.module(node), torch.from_numpy(channels).view(int(node.args[1]), -1), None))  # type: ignore[arg-type]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), full)
     try:
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = _on_labels(tracer, node)
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(tracer, node, "an operator that cannot run on labels")
     if not isinstance(result, list | tuple):
@@ -281,6 +281,45 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     parts = [compress(r) for r in result]
     tracer.shaped += [(tracer.module(node), part, i) for i, part in enumerate(parts)]
     return parts
+
+
+def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
+    """What the operator makes of labels in place of values. They are expanded, not written out, wherever that will do.
+
+    A concatenation writes out its result, so other axes than its own stay short where no operand varies along them.
+    """
+    known = [a for a in node.all_input_nodes if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor)]
+    labels = {a: tracer.labels(a) for a in known}
+    shapes = {a: list(shape_of(a)) for a in known}
+    if short_name(node) in ("cat", "concat", "stack", "roll"):
+        touched = _touched(node, len(shapes[known[0]]))
+        for d in (d for d in range(len(shapes[known[0]])) if d not in touched):
+            if len({len(s) for s in shapes.values()}) == 1 and all(x.shape[d] == 1 for x in labels.values()):
+                for shape in shapes.values():
+                    shape[d] = min(shape[d], 1)
+
+    def call(written_out: bool) -> Any:
+        def value(a: fx.Node) -> Any:
+            if a not in labels:
+                return a.meta.get("val")
+            wide = labels[a].expand(shapes[a])
+            return wide.contiguous() if written_out else wide
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    try:
+        return call(written_out=False)
+    except RuntimeError:  # such as a view across axes of which one is expanded
+        return call(written_out=True)
+
+
+def _touched(node: fx.Node, ndim: int) -> set[int]:
+    """The axes along which a concatenation or a roll works. A stack has an axis of its own."""
+    if short_name(node) == "stack":
+        return set()
+    dims = arguments(node)["dims" if short_name(node) == "roll" else "dim"]
+    return {d % ndim for d in ([dims] if isinstance(dims, int) else dims)} or set(range(ndim))
 
 
 def padding(tracer: Tracer, node: fx.Node) -> Any:
@@ -323,11 +362,22 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
     reduced = {d % max(labels.ndim, 1) for d in named}
     labels = joined_along(tracer, labels, [d for d in reduced if labels.shape[d] > 1])
     if any(labels.shape[d] > 1 for d in reduced):
-        return freeze_all(tracer, node, "reduces over an axis that would be cut")
+        if not _averages(node):
+            return freeze_all(tracer, node, "reduces over an axis that would be cut")
+        if node.users:
+            tracer.spanned.append(np.unique(labels.numpy()))
+            tracer.normed.append(np.unique(labels.numpy()))
+        labels = torch.zeros([1] * labels.ndim, dtype=torch.int64)
     several = isinstance(value, list | tuple)
     if (value[0] if several else value).ndim != labels.ndim:
         labels = labels.view([s for d, s in enumerate(labels.shape) if d not in reduced])
     return [labels for _ in value] if several else labels
+
+
+def _averages(node: fx.Node) -> bool:
+    """Whether a reduction is as good over fewer, as that of a norm is. Where the largest one stands is not."""
+    places = any(user.args[1] != 0 and user.users for user in node.users if schema_name(user) == "getitem")
+    return short_name(node) in AVERAGES and not places
 
 
 def softmax(tracer: Tracer, node: fx.Node) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
 from hap.plans import Cut, Graft, Narrow, Plan, Widen
 from hap.turning import turned
+from hap.zeros import SkippingZeros, Sparse
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -44,16 +46,17 @@ def apply_(
         example = imagine(plan.example, next(iter(model.parameters())).device)
     with turned(model, plan.turns, example if verify else None):
         implants = _build_implants(model, plan, _fits(model, plan, batches))
+        shorter = cut_tensors(model, plan)
         if verify:
-            check_by_running(model, plan, implants, example)
-    _operate(model, plan, implants)
+            check_by_running(model, plan, implants, example, shorter=shorter)
+    _operate(model, plan, implants, shorter)
     return model
 
 
 def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
     """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
     check_fits(model, plan)
-    _operate(model, plan, _build_implants(model, plan))
+    _operate(model, plan, _build_implants(model, plan), cut_tensors(model, plan))
     return model
 
 
@@ -109,11 +112,11 @@ def _distinct_below(values: tuple[int, ...], size: int) -> bool:
     return all(isinstance(v, int) and 0 <= v < size for v in values) and len(set(values)) == len(values)
 
 
-def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
+def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
     tensors = _tensors(model)
     with torch.no_grad():
-        for cut in plan.cuts:
-            _shorten(tensors[cut.name], cut)
+        for name, tensor in shorter.items():
+            _replace_data(tensors[name], tensor)
     _follow(model, plan, implants)
 
 
@@ -157,9 +160,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _shorten(tensor: Tensor, cut: Cut) -> None:
+def _replace_data(tensor: Tensor, shorter: Tensor) -> None:
     """Through .data, so that modules that share the parameter go on sharing it."""
-    shorter = _shortened(tensor.data, cut)
     if tensor.requires_grad:  # a graph still alive holds a gradient accumulator of the old shape; a new type drops it
         other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
         tensor.data = torch.empty(0, dtype=other, device=tensor.device)
@@ -345,49 +347,83 @@ def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
 
 # ---- the executed check -------------------------------------------------------------------------------------
 
+REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
+VALUES = "the value of output"
+LARGE = 1 << 14
+"""Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
+
 
 def check_by_running(
-    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None = None
-) -> None:
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None = None,
+    shorter: dict[str, Tensor] | None = None, wanted: list[Any] | None = None,
+) -> list[Any]:  # fmt: skip
     """Raise HapError unless the pruned model does on the example what the plan says. Changes nothing.
 
     It is held against the dense model with zeros in place of what goes; with `base`, a milder plan, against what that
-    one leaves of the dense model, which runs faster.
+    one leaves of the dense model, which runs faster. `shorter` holds what the plan leaves of tensors, where that is
+    known, and `wanted` what that model with zeros returns, which is returned for the next time: in float64, where
+    float32 was not enough to tell.
     """
-    problem = _compare(model, plan, implants, example, base)
-    if problem and "off by" in problem and _is_float32(model):  # rounding, or a real difference? Float64 tells.
-        double = pytree.tree_map(
-            lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example
-        )
-        grown = {k: copy.deepcopy(v).double() for k, v in implants.items()}
-        problem = _compare(copy.deepcopy(model).double(), plan, grown, double, base)
+    shorter = cut_tensors(model, plan) if shorter is None else shorter
+    problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted)
+    if problem and problem.startswith(VALUES):  # rounding, or a real difference? Float64 without short cuts tells.
+        exact, again = model, example
+        if _is_float32(model):
+            exact, again = in_float64(model, example)
+            implants = {k: copy.deepcopy(v).double() for k, v in implants.items()}
+        problem, wanted = _compare(exact, plan, implants, again, base, cut_tensors(exact, plan), skip=False)
     if problem:
-        raise HapError(f"the pruned model does not do what the plan says, so nothing was changed: {problem}")
+        raise HapError(f"{REFUSED}: {problem}")
+    return wanted
+
+
+def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Copies of both."""
+
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return copy.deepcopy(model).double(), pytree.tree_map(double, example)
 
 
 def _compare(
-    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None
-) -> str | None:
-    """What differs between the pruned and the masked model, in words."""
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
+    shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True,
+) -> tuple[str | None, list[Any]]:  # fmt: skip
+    """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
-        seen = _outputs(_pruned(model, plan, implants), example)
+        pruned = _variant(model, shorter)
+        _follow(pruned, plan, copy.deepcopy(implants))
+        seen = _outputs(pruned, example)
     except Exception as error:
-        return f"its forward fails with {type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
-    return _difference(_outputs(_masked(model, plan, implants, base), example), seen, plan.exact)
+        reason = (str(error).strip() or "?").splitlines()[0]
+        raise HapError(f"{REFUSED}: its forward fails with {type(error).__name__}: {reason}") from error
+    if wanted is None:
+        wanted = _masked_outputs(model, plan, implants, example, base, shorter, skip)
+    return _difference(wanted, seen, plan.exact), wanted
 
 
-def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> nn.Module:
-    pruned = _variant(model, plan, None)
-    _follow(pruned, plan, copy.deepcopy(implants))
-    return pruned
+def _masked_outputs(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
+    shorter: dict[str, Tensor], skip: bool,
+) -> list[Any]:  # fmt: skip
+    """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts.
 
-
-def _masked(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], base: Plan | None) -> nn.Module:
-    """The dense model (or what `base` leaves of it) with zeros where the plan cuts.
-
-    Each implant is written out as the k x k kernel it equals.
+    Each implant is written out as the k x k kernel it equals. With `skip`, large weights are not multiplied by zeros.
     """
-    masked = _variant(model, base, plan)
+    tensors, cuts = _tensors(model), _by_name(base)
+    grafted = {name for g in plan.grafts for name in (f"{g.module}.weight", f"{g.module}.bias")}
+    changed = {n: tensors[n].detach().clone() for n in grafted if n in tensors and n not in _by_name(plan)}
+    sparse: dict[nn.Parameter, Sparse] = {}
+    for name, masks in _by_name(plan).items():
+        tensor = tensors[name].detach()
+        if skip and _worth_skipping(tensors[name], name) and name not in grafted:
+            thin = _sparse(tensor, shorter[name], cuts.get(name, {}), masks)
+            changed[name] = placeholder = thin.placeholder()
+            sparse[placeholder] = thin
+        else:
+            changed[name] = _zeroed(tensor, cuts.get(name, {}), masks)
+    masked = _variant(model, changed)
     if base is not None:
         _follow(masked, base, {})
     modules, inputs = dict(masked.named_modules()), {name: list(keep) for name, keep in plan.kept_inputs().items()}
@@ -399,40 +435,69 @@ def _masked(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], ba
         weight.data[rows] = dense
         if implant.bias_values is not None:
             modules[graft.module].bias.data[rows] = implant.bias_values.detach()
-    return masked
+    with SkippingZeros(sparse) if sparse else nullcontext():
+        return _outputs(masked, example)
 
 
-def _variant(model: nn.Module, cut: Plan | None, mask: Plan | None) -> nn.Module:
-    """A copy whose tensors are cut by one plan and then zero where another one would cut. The rest is shared."""
+def _by_name(plan: Plan | None) -> dict[str, dict[int, Cut]]:
+    """The cuts of each tensor, by axis."""
+    found: dict[str, dict[int, Cut]] = {}
+    for cut in plan.cuts if plan else ():
+        found.setdefault(cut.name, {})[cut.dim] = cut
+    return found
+
+
+def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """What the plan leaves of the tensors that it cuts."""
     tensors = _tensors(model)
-    changes: dict[str, list[tuple[Cut | None, Cut | None]]] = {}
-    cuts, masks = ({(c.name, c.dim): c for c in p.cuts} if p else {} for p in (cut, mask))
-    for key in dict.fromkeys([*cuts, *masks]):
-        changes.setdefault(key[0], []).append((cuts.get(key), masks.get(key)))
-    grafted = {name for g in (mask.grafts if mask else ()) for name in (f"{g.module}.weight", f"{g.module}.bias")}
+    shorter: dict[str, Tensor] = {}
     with torch.no_grad():
-        changed = {n: _changed(tensors[n].detach(), steps) for n, steps in changes.items()}
+        for cut in plan.cuts:
+            shorter[cut.name] = _shortened(shorter.get(cut.name, tensors[cut.name].detach()), cut)
+    return shorter
+
+
+def _variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
+    """A copy with some tensors changed. Other parameters are shared."""
     memo: dict[int, Any] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and id(tensor) not in memo and name not in grafted | set(changed):
-            memo[id(tensor)] = tensor
-    for name, tensor in changed.items():
+    tensors = _tensors(model)
+    for name, new in changed.items():
         old = tensors[name]
-        memo[id(old)] = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
+        wrap = isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter)
+        memo[id(old)] = nn.Parameter(new, old.requires_grad) if wrap else new
+    for tensor in tensors.values():
+        if isinstance(tensor, nn.Parameter):
+            memo.setdefault(id(tensor), tensor)
     return copy.deepcopy(model, memo)
 
 
-def _changed(tensor: Tensor, steps: list[tuple[Cut | None, Cut | None]]) -> Tensor:
-    """A new tensor, cut and masked along some axes."""
-    for cut, _ in steps:
-        tensor = _shortened(tensor, cut) if cut else tensor
-    tensor = tensor.clone() if not any(cut for cut, _ in steps) else tensor
-    for cut, mask in steps:
-        if mask is not None and tensor.is_floating_point():
-            stay = set(mask.keep)
-            gone = [i for i, index in enumerate(cut.keep if cut else range(mask.size)) if index not in stay]
-            nearly = 1e-12 if "parametrizations." in mask.name else 0.0  # a row of zeros has no direction to keep
-            tensor.index_fill_(mask.dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nearly)
+def _worth_skipping(tensor: Tensor, name: str) -> bool:
+    large = tensor.numel() >= LARGE and tensor.ndim > 1 and tensor.is_floating_point()
+    return large and isinstance(tensor, nn.Parameter) and "parametrizations." not in name
+
+
+def _sparse(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Sparse:
+    """A tensor that is cut, and zero where more of it would be cut."""
+    shape = [len(cuts[d].keep) if d in cuts else size for d, size in enumerate(tensor.shape)]
+    index = {}
+    for dim, mask in masks.items():
+        place = torch.arange(mask.size, device=tensor.device)
+        if dim in cuts:
+            place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
+        index[dim] = place[list(mask.keep)]
+    return Sparse(small, tuple(shape), index)
+
+
+def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Tensor:
+    """A new tensor, cut along some axes and zero where more of it would be cut."""
+    for cut in cuts.values():
+        tensor = _shortened(tensor, cut)
+    tensor = tensor if cuts else tensor.clone()
+    for dim, mask in masks.items() if tensor.is_floating_point() else ():
+        stay = set(mask.keep)
+        gone = [i for i, k in enumerate(cuts[dim].keep if dim in cuts else range(mask.size)) if k not in stay]
+        nearly = 1e-12 if "parametrizations." in mask.name else 0.0  # a row of zeros has no direction to keep
+        tensor.index_fill_(dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nearly)
     return tensor
 
 
@@ -451,11 +516,11 @@ def _difference(wanted: list[Any], seen: list[Any], exact: bool) -> str | None:
         if a.is_floating_point() and exact:
             finite = a.isfinite()
             if not torch.equal(finite, b.isfinite()):
-                return f"output {i} is not finite in other places"
+                return f"{VALUES} {i} is not finite in other places"
             gap = float((a - b)[finite].abs().max()) if finite.any() else 0.0
             allowed = TOLERANCE.get(a.dtype, 1e-5) * (float(a[finite].abs().max()) if finite.any() else 0.0)
             if gap > allowed:
-                return f"output {i} is off by {gap:.3g} (allowed {allowed:.3g})"
+                return f"{VALUES} {i} is off by {gap:.3g} (allowed {allowed:.3g})"
     return None
 
 

@@ -52,20 +52,15 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
     tracer = Tracer(model, *capture(model, example), coupling)
     tracer.run()
-    groups = tracer.finish(describe(example))
-    if not stream:
-        groups = tracer.leave_stream(groups)
-    for name in groups.matching(ignore, "ignore"):
-        tracer.freeze(groups[name].classes, name, "left alone as asked")
-    groups = tracer.finish(describe(example))
+    groups = tracer.settle(describe(example), ignore, stream)
     trial = Trial(model, example, groups, tracer.sized_classes(), tracer.counting_attributes())
     misfits = trial.misfits()
-    if misfits and len(misfits) == len(trial.suspects):  # is it the size, or does nothing run at all?
+    if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
     for name in misfits:
         tracer.freeze(groups[name].classes, name, "the model's forward counts on its size")
     tracer.lengths += trial.found
-    return tracer.finish(describe(example))
+    return tracer.finish(groups.example) if misfits or trial.found else groups
 
 
 def _alike(grid: Ints, dims: list[int]) -> bool:
@@ -309,13 +304,24 @@ class Tracer:
             example=example,
         )
 
-    def leave_stream(self, groups: Groups) -> Groups:
-        """Freeze what branches add up to and a norm averages over."""
+    def settle(self, example: Any, ignore: Sequence[str], stream: bool) -> Groups:
+        """The groups without those to `ignore` and, unless `stream` asks for it, without the residual stream."""
+        groups = self.finish(example)
+        if not stream and self._leave_stream(groups):
+            groups = self.finish(example)
+        if ignored := groups.matching(ignore, "ignore"):
+            for name in ignored:
+                self.freeze(groups[name].classes, name, "left alone as asked")
+            groups = self.finish(example)
+        return groups
+
+    def _leave_stream(self, groups: Groups) -> bool:
+        """Freeze what branches add up to and a norm averages over; True if there is such a thing."""
         summed, normed = (self.root[np.concatenate([np.zeros(1, np.int64), *x])] for x in (self.summed, self.normed))
-        stream = np.intersect1d(summed, normed)
-        names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()]
+        stream = np.setdiff1d(np.intersect1d(summed, normed), [0])
+        names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()] if len(stream) else []
         self.freeze(stream, ", ".join(names), "the residual stream; ask for it with stream=True")
-        return self.finish(groups.example)
+        return len(stream) > 0
 
     def counting_attributes(self) -> list[Length]:
         """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`.

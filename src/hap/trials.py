@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hap.groups import Groups, Ints, Length
 from hap.plans import draft
-from hap.surgery import check_by_running
+from hap.surgery import check_by_running, in_float64
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 
@@ -22,10 +24,16 @@ MOST_CHOICES = 32
 """How many choices of attributes are tried for a kind of group."""
 
 
+MOST_BLAMED = 4
+"""How often modules that fail are left out before groups are tried kind by kind."""
+
+
 SMALL = 12
 """Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
 SMALL_MODEL = 100
 """Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
+LARGE_MODEL = 20_000
+"""Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
 
 
 class Trial:
@@ -41,7 +49,11 @@ class Trial:
         self.able = [n for n in groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
+        self.rest_lengths: list[Length] = []
         self.found: list[Length] = []
+        self.wanted: dict[tuple[int, tuple[str, ...]], list[Any]] = {}
+        self.failed: str | None = None
+        self.ran = False
 
     def _reach(self, name: str) -> Ints:
         classes = self.groups[name].classes
@@ -53,44 +65,87 @@ class Trial:
     def misfits(self) -> list[str]:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`.
 
-        All groups at once, if that works; else those that are not suspects, which are cut short in all later trials, so
-        that these run fast. Then one group of each kind of name decides for its kind, and if its kin does not bear that
-        out, each is tried by itself.
+        As many groups at once as work. Of the others, one of each kind of name decides for its kind, and if its kin do
+        not bear that out, each is tried by itself. What works is cut short in all later trials, so that these run fast.
         """
-        for lengths in [[], self.candidates][: 2 if self.candidates else 1]:
-            if self._fits(self.able, lengths):
-                self.found = self._needed(lengths)
-                return []
-        rest = [n for n in self.able if n not in self.suspects]
-        if self._fits(rest, [], rounds=1):
-            self.rest = [n for n in rest if not self._spanned(n)]
-        else:
-            self.suspects = self.able
-        kinds: dict[str, list[Length] | None] = {}
-        for name in self.suspects:
-            if (kind := _kind_of(name)) not in kinds:
-                kinds[kind] = self._needs(name)
-        able = {}
-        for name in self.suspects:
-            if (needed := kinds[_kind_of(name)]) is not None:
+        together, self.found = self._together()
+        doubtful = [n for n in self.able if n not in together]
+        if doubtful and not together:
+            together = [n for n in self.able if n not in self.suspects]
+            together = together if self._fits(together, [], rounds=1) else []
+            doubtful = [n for n in self.able if n not in together]
+        self._cut_short(together, self.found)
+        able: dict[str, list[Length]] = {}
+        for kin in self._kinds(doubtful):
+            if (needed := self._needs(kin[0])) is not None:
                 attributes = set(map(_attribute_kind, needed))
-                able[name] = [x for x in self._counting(name) if _attribute_kind(x) in attributes]
-        for _ in range(2):
-            lengths = [x for needed in able.values() for x in needed]
-            if able and self._fits(list(able), lengths):
+                able |= {n: [x for x in self._counting(n) if _attribute_kind(x) in attributes] for n in kin}
+                lengths = [x for n in kin for x in able[n]]
+                if len(kin) == 1 or self._fits(kin, lengths, rounds=1):
+                    self._cut_short(kin, lengths)
+        for _ in range(2 if able else 0):
+            lengths = [*self.found, *(x for needed in able.values() for x in needed)]
+            if self._fits([*together, *able], lengths):
                 self.found = lengths
-                return [n for n in self.suspects if n not in able]
+                return [n for n in doubtful if n not in able]
+            self.rest, self.rest_lengths = [], []
+            self._cut_short(together, self.found)
             able = {n: needed for n, needed in able.items() if self._fits([n], needed, rounds=1)}
-        return self.suspects
+        return doubtful
+
+    def _together(self) -> tuple[list[str], list[Length]]:
+        """Groups that can lose units all at once, and the attributes that follow them.
+
+        Where a module fails, the groups that it computes or reads are left out, and all of their kind. None, if that
+        does not lead anywhere.
+        """
+        able = self.able
+        for attempt in range(MOST_BLAMED if able else 0):
+            reach = np.concatenate([self._reach(n) for n in able])
+            counting = [x for x in self.candidates if np.isin(x.classes, reach).any()]
+            for lengths in ([], counting) if counting and attempt == 0 else (counting,):
+                if self._fits(able, lengths):
+                    return able, self._needed(able, lengths)
+            kinds = {_kind_of(n) for n in able if self._blamed(n)}
+            fewer = [n for n in able if _kind_of(n) not in kinds]
+            if not fewer or len(fewer) == len(able):
+                break
+            able = fewer
+        return [], []
+
+    def _blamed(self, name: str) -> bool:
+        """Whether the module that failed last computes or reads units of this group."""
+        group = self.groups[name]
+        weights = [p.weight for p in group.producers] + [weight for weight, _ in group.consumers]
+        return self.failed is not None and any(w.startswith(f"{self.failed}.") for w in weights)
+
+    def _kinds(self, names: list[str]) -> list[list[str]]:
+        """Groups by kind, those that few attributes count first."""
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            kinds.setdefault(_kind_of(name), []).append(name)
+        return sorted(kinds.values(), key=lambda kin: len(self._counting(kin[0])))
+
+    def _be_precise(self, outputs: list[Any]) -> None:
+        """Go on in float64 if it took that to tell rounding from a real difference."""
+        doubles = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in outputs)
+        if doubles and all(p.dtype == torch.float32 for p in self.model.parameters()):
+            self.model, self.example = in_float64(self.model, self.example)
+
+    def _cut_short(self, names: list[str], lengths: list[Length]) -> None:
+        """In all later trials. Not what a norm spans: that would change values."""
+        if not any(map(self._spanned, names)):
+            self.rest += names
+            self.rest_lengths += lengths
 
     def _counting(self, name: str) -> list[Length]:
         return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
 
-    def _needed(self, lengths: list[Length]) -> list[Length]:
+    def _needed(self, names: list[str], lengths: list[Length]) -> list[Length]:
         """Without those that need not follow: a number may equal the length of an axis by chance."""
         for kind in dict.fromkeys(map(_attribute_kind, lengths)):
             fewer = [x for x in lengths if _attribute_kind(x) != kind]
-            if self._fits(self.able, fewer):
+            if self._fits(names, fewer):
                 lengths = fewer
         return lengths
 
@@ -107,15 +162,30 @@ class Trial:
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
         """Whether the model does without parts of these groups. Those under a norm apart: their values must change."""
-        groups = replace(self.groups, lengths=(*self.groups.lengths, *lengths))
+        following = {id(x): x for x in (*self.rest_lengths, *lengths)}
+        groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
         for part in ([n for n in names if not self._spanned(n)], [n for n in names if self._spanned(n)]):
-            for pair in self.removals[:rounds] if part else ():
-                base, plan = (draft(groups, {n: removed[n] for n in part + self.rest}) for removed in pair)
+            for number, pair in enumerate(self.removals[:rounds] if part else ()):
+                cut = tuple(dict.fromkeys(part + self.rest))
+                base, plan = (draft(groups, {n: removed[n] for n in cut}) for removed in pair)
+                wanted = self.wanted.get((number, cut))  # whatever attributes follow, the result is to be the same
                 try:
-                    check_by_running(self.model, plan, {}, self.example, base)
-                except Exception:  # a forward that gets other sizes than it counted on may raise anything
+                    wanted = check_by_running(self.model, plan, {}, self.example, base, wanted=wanted)
+                except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
+                    self.failed = _failing_module(error)
                     return False
+                self.wanted[number, cut] = wanted
+                self.ran = True
+                self._be_precise(wanted)
         return True
+
+
+def _failing_module(error: BaseException) -> str | None:
+    """The name of the innermost module that has submodules among those whose forward was running."""
+    frames = traceback.walk_tb((error.__cause__ or error).__traceback__)
+    running = [m for frame, _ in frames if isinstance(m := frame.f_locals.get("self"), nn.Module)]
+    names = {id(m): name for name, m in running[0].named_modules()} if running else {}
+    return next((names[id(m)] for m in reversed(running) if names.get(id(m)) and [*m.children()]), None)
 
 
 def _kind_of(name: str) -> str:
@@ -139,6 +209,7 @@ def _trial_removals(groups: Groups, counted: list[Ints]) -> list[Removal]:
     pairs = []
     rounds = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
     rounds += [(0.6, 0.5, 0.5)] * 4 if groups.units < SMALL_MODEL else []
+    rounds = rounds[: 1 if groups.units > LARGE_MODEL else None]
     for few, many, often in rounds:
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))

@@ -1,0 +1,80 @@
+"""Weights with zeros in place of what goes: multiplied without the zeros, the model computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+import hap
+from cases import CASES
+from checks import gap, random_plan, traced
+from hap import surgery
+
+
+def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
+    return surgery._masked_outputs(model, plan, {}, example, None, surgery.cut_tensors(model, plan), skip)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_skipping_zeros_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, example), groups = CASES[name](), traced(name, "joint")
+    monkeypatch.setattr(surgery, "LARGE", 0)
+    for seed in range(2):
+        plan = random_plan(groups, seed)
+        assert gap(masked(model, plan, example, False), masked(model, plan, example, True)) <= 1e-10
+        surgery.check_by_running(model, plan, {}, example)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.wide, self.narrow = nn.Conv1d(4, 200, 1), nn.Linear(200, 300), nn.Linear(300, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(torch.relu(self.wide(self.conv(x).mean(-1))))
+
+
+class Reader(Plain):
+    """Reads its weights as layers do, and in other ways too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.wide(self.conv(x).mean(-1)))
+        size = self.wide.weight.size(0) / self.wide.weight.shape[0]
+        both = torch.cat([self.wide.weight.sum(1), self.wide.weight.T[0]]).sum()
+        return self.narrow(hidden) * size + functional.linear(hidden, weight=self.narrow.weight) * both
+
+
+def test_zeros_are_neither_multiplied_nor_written_out() -> None:
+    model, example = Reader().double().eval(), torch.randn(64, 4, 3, dtype=torch.float64)
+    plan = hap.draft(hap.trace(Plain().double(), example), {"conv": range(150), "wide": range(270)})
+    assert gap(masked(model, plan, example, False), masked(model, plan, example, True)) <= 1e-10
+    counts = []
+    for skip in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            masked(Plain().double(), plan, example, skip)
+        counts.append(counter.get_total_flops())
+    assert counts[1] < 0.2 * counts[0]
+    weight, cuts = model.wide.weight.detach(), surgery._by_name(plan)["wide.weight"]
+    thin = surgery._sparse(weight, surgery.cut_tensors(model, plan)["wide.weight"], {}, cuts)
+    assert thin.placeholder().untyped_storage().nbytes() == weight.element_size()
+
+
+class Unnoticed(nn.Linear):
+    """Reads its weight where nobody sees that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return functional.linear(x, self.weight, self.bias)
+
+
+def test_where_a_weight_is_read_unnoticed_the_check_writes_zeros_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surgery, "LARGE", 0)
+    model, example = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), Unnoticed(20, 4)), torch.randn(3, 8)
+    groups = hap.trace(model, example)
+    plan = hap.draft(groups, {"0": range(10)})
+    assert not masked(model, plan, example, True)[0].isfinite().any()  # type: ignore[attr-defined]
+    hap.apply_(model, plan, example)
+    assert model[2].weight.shape == (4, 10)
