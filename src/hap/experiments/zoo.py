@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,12 @@ _WAYS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Groups]]] = {
 }
 
 
-def measure(spec: str, flops: float) -> Record:
+def measure(spec: str, flops: float, say: Callable[[Record], None] = lambda record: None) -> Record:
     """Prune one model by magnitude to a share of its FLOPs, checked by running it; seconds are of one thread.
 
     A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
-    the graph that hap.rewrite makes of it, or else with its residual stream.
+    the graph that hap.rewrite makes of it, or else with its residual stream. What is known before the pruned model is
+    exported goes to `say` too.
     """
     torch.set_num_threads(1)
     model, example = build(spec)
@@ -61,8 +63,9 @@ def measure(spec: str, flops: float) -> Record:
         finally:
             seconds[name] = time.perf_counter() - begun
 
+    subject, inputs = model, example
     try:
-        subject, inputs, outline = model, example, None
+        outline = None
         if not timed("export", lambda: captures(model, *call_arguments(example))):
             outline = _outline(run(model, example))
             subject = timed("parts", lambda: parts(model, example))
@@ -77,6 +80,7 @@ def measure(spec: str, flops: float) -> Record:
                 break
             except HapError as error:
                 record["why_not_in_place"] = str(error)
+                seconds["ways_that_did_not_do"] = seconds.get("ways_that_did_not_do", 0) + seconds["trace"]
                 if how == list(_WAYS)[-1]:
                     raise
         timed("apply", lambda: hap.apply_(subject, plan, example=inputs))
@@ -92,7 +96,50 @@ def measure(spec: str, flops: float) -> Record:
             record |= {"verified": False, "why": "the outputs of the whole model are of another kind"}
     except Exception as error:  # whatever a foreign model raises is the record's reason
         record |= {"verified": False, "why": f"{type(error).__name__}: {str(error).strip()}"[:400]}
-    return record | {"seconds": seconds}
+    record["seconds"] = seconds
+    say(record)
+    if record["verified"]:
+        record["exported"] = _exported(subject, inputs)
+        if any(isinstance(gap, str) for gap in record["exported"].values()):  # is it the pruning, or the model?
+            dense, example = build(spec)
+            dense = parts(dense, example) if "parts" in record else dense
+            record["exported_dense"] = _exported(dense, dense.example if "parts" in record else example)
+    return record
+
+
+def _exported(model: nn.Module, example: Any) -> Record:
+    """How far outputs after export are from those of the pruned model, relative to their size; or why not."""
+    args, kwargs = call_arguments(example)
+    wanted = [x for x in pytree.tree_leaves(run(model, example)) if isinstance(x, Tensor)]
+    found: Record = {}
+
+    def gap(outputs: Sequence[Tensor]) -> float:
+        pairs = zip(wanted, outputs, strict=True)
+        return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-12)) for a, b in pairs if a.numel())
+
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        for ending, outputs in ((".pt2", _program_outputs), (".onnx", _onnx_outputs)):
+            try:
+                path = hap.export(Path(folder) / f"model{ending}", model, example, dynamic_batch=False)
+                found[ending] = gap(outputs(path, args, kwargs))
+            except Exception as error:  # whatever keeps a foreign model from it is the record's reason
+                found[ending] = f"{type(error).__name__}: {str(error).strip()}"[:300]
+    return found
+
+
+def _program_outputs(path: Path, args: Any, kwargs: Any) -> list[Tensor]:
+    outputs = torch.export.load(path).module()(*args, **kwargs)
+    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+
+
+def _onnx_outputs(path: Path, args: Any, kwargs: Any) -> list[Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    names = [i.name for i in session.get_inputs()]
+    feeds = dict(zip(names, (x.numpy() for x in given), strict=True))
+    return [torch.from_numpy(x) for x in session.run(None, feeds)]
 
 
 def _outline(outputs: Any) -> Any:
@@ -161,8 +208,10 @@ def _in_process(spec: str, flops: float, seconds: float, tool: str = "hap") -> R
         run = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-    except subprocess.TimeoutExpired:
-        return record | {"why": f"took longer than {seconds:.0f} s"}
+    except subprocess.TimeoutExpired as error:
+        late = f"took longer than {seconds:.0f} s"
+        known = (error.stdout or b"").decode().strip().splitlines()  # bytes, whatever was asked for
+        return json.loads(known[-1]) | {"exported": late} if known else record | {"why": late}
     lines = run.stdout.strip().splitlines()
     if run.returncode or not lines:
         return record | {"why": (run.stderr.strip().splitlines() or ["no output"])[-1][:400]}
@@ -175,7 +224,7 @@ def main(spec: str, flops: str, tool: str) -> None:
         torch.set_num_threads(1)
         record = measure_peer(lambda: build(spec), float(flops))
     else:
-        record = measure(spec, float(flops))
+        record = measure(spec, float(flops), lambda known: print(json.dumps(known), flush=True))
     print(json.dumps(record))
 
 

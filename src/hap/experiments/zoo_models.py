@@ -49,6 +49,8 @@ def _torchvision(name: str) -> tuple[nn.Module, Any]:
     library = import_torchvision()
     if name.startswith(DETECTORS):
         sizes = {} if name.startswith("ssd") else {"min_size": 224, "max_size": 224}  # the smallest side, not 800
+        if "rcnn" in name:  # fewer proposals: without torchvision's own kernels, each takes long to cut out
+            sizes |= {"rpn_pre_nms_top_n_test": 200, "rpn_post_nms_top_n_test": 50}
         model = library.models.get_model(name, weights=None, weights_backbone=None, **sizes)
         return model, ([torch.rand(3, 224, 224)],)
     if name.startswith(SEGMENTERS):
