@@ -317,7 +317,7 @@ def test_every_task_goes_the_whole_way(campaign: Path, tmp_path: Path) -> None:
         "--heads",
         "0.5",
         "--criteria",
-        "gradient,random",
+        "hessian,narrow",
     )
     whole = _glue(tmp_path, *options)
     assert whole.exit_code == 0, whole.output
@@ -325,6 +325,11 @@ def test_every_task_goes_the_whole_way(campaign: Path, tmp_path: Path) -> None:
     assert sorted({r["task"] for r in found}) == ["mrpc", "qnli-dev", "rte", "sst2"] and len(found) == 8
     assert all(r["metrics"] == (["accuracy", "f1"] if r["task"] == "mrpc" else ["accuracy"]) for r in found)
     assert {r["task"]: (r["examples"]["train"], r["examples"]["dev"]) for r in found}["qnli-dev"] == (40, HELD_OUT)
+    narrow = {r["name"]: r["budgets"][1] for r in found}
+    for task in ("mrpc", "sst2"):
+        ours, theirs = (narrow[f"{task}-{criterion}-seed0"] for criterion in ("narrow", "hessian"))
+        assert any(ours["narrowed"].values()) and not any(theirs["narrowed"].values())
+        assert ours["macs_left"] <= theirs["macs_left"]
     again = _glue(tmp_path, *options)
     assert again.exit_code == 0 and "fine-tuning" not in again.output and "of the heads" not in again.output
     text = render(tmp_path / "results")

@@ -32,7 +32,7 @@ def glue(
         "results/glue"
     ),
     work: Annotated[Path, typer.Option(help="Dense networks, and what resuming needs.")] = Path("runs/glue"),
-    criteria: Annotated[str, typer.Option(help="With commas; also gauss-newton and gradient-raw.")] = ",".join(
+    criteria: Annotated[str, typer.Option(help="With commas; also gauss-newton, gradient-raw, narrow.")] = ",".join(
         CRITERIA
     ),
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0.")] = 3,

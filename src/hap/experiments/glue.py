@@ -46,6 +46,7 @@ MOST_STEPS = {"sst2": 1000}
 def criterion_of(name: str, seed: int, probes: int) -> Criterion:
     made: dict[str, Criterion] = {
         "hessian": hap.JointTrace("hutchinson", probes=probes, seed=seed),
+        "narrow": hap.JointTrace("hutchinson", probes=probes, seed=seed),
         "gauss-newton": hap.JointTrace("gauss-newton", seed=seed),
         "gradient": hap.GateGradient(),
         "gradient-raw": hap.GateGradient(per_layer=False),
@@ -58,6 +59,8 @@ def criterion_of(name: str, seed: int, probes: int) -> Criterion:
 
 
 CRITERIA = ("hessian", "gradient", "magnitude", "random")
+IMPLANT = hap.NarrowHeads(ratio=0.5, rank=0.5)
+"""With "narrow", the Hessian's ranking, half of the heads that would go keep half of their width, at the same FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Campaign:
         self.library = load_transformers()
         self.tokenizer = self.library.AutoTokenizer.from_pretrained(self.source)
         self._groups: Groups | None = None
+        self._narrowable: Groups | None = None
         self._corpora: dict[str, tuple[Corpus, Encoded, Encoded]] = {}
         self._last: tuple[Path, nn.Module, dict[str, Any]] | None = None
 
@@ -201,6 +205,15 @@ class Campaign:
             self.say(f"{self._groups.units} heads in {len(self._groups)} layers, {time.monotonic() - begun:.1f} s")
         return self._groups
 
+    def _plan(self, job: Job, scores: hap.Scores, budget: float) -> hap.Plan:
+        """The plan that leaves a share of the heads, or one with narrow heads that leaves as many FLOPs."""
+        plan = hap.plan(self.groups(), scores, hap.Budget(channels=budget))
+        if job.criterion != "narrow":
+            return plan
+        if self._narrowable is None:
+            self._narrowable = hap.narrowable(self._fresh().eval(), self.groups(), self._example(torch.device("cpu")))
+        return hap.plan(self._narrowable, scores, hap.Budget(flops=plan.after.macs / plan.before.macs), IMPLANT)
+
     def _example(self, device: torch.device) -> dict[str, Tensor]:
         ids = torch.randint(5, self.tokenizer.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
         return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
@@ -236,7 +249,7 @@ class Campaign:
 
     def _prune_and_tune(self, job: Job, dense: nn.Module, scores: hap.Scores, budgets: Sequence[float]) -> list[Any]:
         _, train, dev = self._corpus(job.task)
-        plans = [hap.plan(self.groups(), scores, hap.Budget(channels=b)) for b in budgets]
+        plans = [self._plan(job, scores, b) for b in budgets]
         models = [hap.apply_(copy.deepcopy(dense), plan, self._example(self.device)) for plan in plans]
         at_once = [self._measure(model, dev, job) for model in models]
         tuned = tune(models, train, self.settings.tuning("after", job), self.settings.graphs)
@@ -254,7 +267,7 @@ class Campaign:
     def _part(budget: float, plan: hap.Plan, shot: dict[str, float], metrics: dict[str, float], run: Tuned) -> Any:
         return {
             "heads": budget, "heads_left": {n: len(units) for n, units in plan.kept.items()},
-            "kept": plan.kept, "params_left": plan.after.params / plan.before.params,
+            "kept": plan.kept, "narrowed": plan.implanted, "params_left": plan.after.params / plan.before.params,
             "macs_left": plan.after.macs / plan.before.macs, "metrics_before_tuning": shot, "metrics": metrics,
             "loss": run.loss, "steps": run.steps, "seconds": run.seconds, "side_by_side": run.side_by_side,
         }  # fmt: skip

@@ -24,7 +24,8 @@ NETWORKS = ("dense", "pruned")
 FIELDS = ("metrics", "metrics_before_tuning")
 NAMES = {
     "hessian": "Hessian trace (HAP)", "gauss-newton": "Gauss-Newton trace", "gradient": "gradient, per layer (Michel)",
-    "gradient-raw": "gradient, not per layer", "magnitude": "magnitude", "random": "random",
+    "gradient-raw": "gradient, not per layer", "narrow": "Hessian trace, narrow heads, same FLOPs",
+    "magnitude": "magnitude", "random": "random",
 }  # fmt: skip
 
 
