@@ -52,11 +52,14 @@ class Sparse:
         """What a linear layer or a convolution with this weight computes. None: it takes the whole weight for that."""
         channels = 1 - len(self.shape)
         groups = rest[3] if len(rest) > 3 else 1
-        inputs = self.index.get(1) if groups == 1 else self._inputs_of_whole_groups(groups, x.shape[channels])
-        if not set(self.index) <= {0, 1} or (groups > 1 and inputs is None):
+        if not set(self.index) <= {0, 1}:
             return None
+        inputs = self.index.get(1)
         if groups > 1:
-            rest = (*rest[:3], len(self.small) * groups // self.shape[0], *rest[4:])
+            if (found := self._grouped(groups, x.shape[channels] // groups)) is None:
+                return None
+            inputs, left = found
+            rest = (*rest[:3], left, *rest[4:])
         x = x if inputs is None else x.index_select(channels, inputs)
         if 0 not in self.index:
             return layer(x, self.small, bias, *rest)
@@ -68,17 +71,19 @@ class Sparse:
         along = bias.to(some.dtype).view(-1, *[1] * (-channels - 1))
         return along.expand(shape).clone(memory_format=torch.contiguous_format).index_copy_(channels, rows, some)
 
-    def _inputs_of_whole_groups(self, groups: int, channels: int) -> Tensor | None:
-        """The input channels of the groups that are left, if it is whole groups that went."""
-        if set(self.index) != {0}:
+    def _grouped(self, groups: int, per: int) -> tuple[Tensor | None, int] | None:
+        """The inputs that count and the number of groups left, if whole groups went, or equally many of each.
+
+        `per` is the number of inputs of a group.
+        """
+        width = self.shape[0] // groups
+        rows = self.index.get(0, torch.arange(self.shape[0], device=self.small.device))
+        counts = torch.bincount(rows // width, minlength=groups)
+        left, inside = counts.nonzero().flatten(), self.index.get(1)
+        if (counts[left] != counts.max()).any() or not torch.equal(rows, rows.sort().values):
             return None
-        width, rows = self.shape[0] // groups, self.index[0]
-        left = rows[::width] // width
-        here = torch.arange(width, device=rows.device)
-        if len(rows) % width or not torch.equal(rows, (left[:, None] * width + here).flatten()):
-            return None
-        per = channels // groups
-        return (left[:, None] * per + torch.arange(per, device=rows.device)).flatten()
+        inside = torch.arange(per, device=rows.device) if inside is None else inside
+        return (left[:, None] * per + inside).flatten(), len(left)
 
 
 class SkippingZeros(TorchFunctionMode):
