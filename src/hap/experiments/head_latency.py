@@ -53,7 +53,8 @@ def measure(source: str | Path, out: Path, device: torch.device, share: float = 
         times = {"dense": asdict(before), "pruned": asdict(after), "faster": before.ratio_to(after)}
         rows.append({"backend": backend, "batch": size, **times})
     record = {
-        "kind": KIND, "format": FORMAT, "heads": share, "length": length, "precision": str(precision).removeprefix("torch."),
+        "kind": KIND, "format": FORMAT, "heads": share, "length": length,
+        "precision": str(precision).removeprefix("torch."),
         "heads_left": {n: len(units) for n, units in plan.kept.items()},
         "macs_left": plan.after.macs / plan.before.macs, "params_left": plan.after.params / plan.before.params,
         "rows": rows, "device": str(device),
