@@ -45,10 +45,11 @@ def quiet(_: str) -> None:
 
 def make_jobs(epochs: int = 2) -> list[Job]:
     recipe = hap.Recipe(epochs, batch=32, lr=0.01)
-    prune = PruneStep("half", flops=0.5, criterion="magnitude", coupling="union", implant=0.2, implant_init="zero")
+    prune = PruneStep("half", flops=0.5, params=0.3, criterion="magnitude", coupling="union", implant=0.2,
+                      implant_init="zero")  # fmt: skip
     return [
         Job("dense", "resnet20", recipe, ("tables",)),
-        Job("pruned", "resnet20", recipe, ("tables", "rows"), dense="dense", prune=prune, most_params=0.3),
+        Job("pruned", "resnet20", recipe, ("tables", "rows"), dense="dense", prune=prune),
     ]
 
 
@@ -115,7 +116,7 @@ def test_a_dense_network_that_was_not_kept_is_trained_again_only_where_a_job_nee
 
 def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> None:
     put_dense(folders)
-    job = replace(make_jobs(1)[1], name="eigen", prune=EigenStep("eigen", 0.5), most_params=None)
+    job = replace(make_jobs(1)[1], name="eigen", prune=EigenStep("eigen", 0.5))
     work_off([job], data, folders, seconds=1e-3, say=quiet)
     work_off([job], data, folders, say=quiet)
     result = json.loads(folders.result("eigen").read_text())
@@ -127,7 +128,7 @@ def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> No
 
 def test_a_plan_of_another_library_is_waited_for_and_carried_out(data: Data, folders: Folders) -> None:
     put_dense(folders)
-    job = replace(make_jobs(1)[1], name="b", prune=BorrowedStep("theirs", 0.95, "taylor"), most_params=None)
+    job = replace(make_jobs(1)[1], name="b", prune=BorrowedStep("theirs", 0.95, "taylor"))
     assert pending([job], folders) == []
     removed = {"layer1.0.conv1": [0, 3, 5], "layer3.2.conv1": list(range(40))}
     write_json(folders.plans / "theirs.json", {"coupling": "joint", "removed": removed})
@@ -176,8 +177,8 @@ def test_the_papers_jobs_have_distinct_names_and_start_from_jobs_that_exist() ->
 
 @pytest.mark.parametrize(
     ("target", "rows", "runs"),
-    [("resnet56", 10, 18), ("ablation", 17, 21), ("implants", 10, 18), ("vgg16", 3, 9), ("preresnet29", 1, 3),
-     ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 24)],
+    [("resnet56", 24, 44), ("rankings", 14, 26), ("ablation", 17, 21), ("implants", 10, 18), ("vgg16", 3, 9),
+     ("preresnet29", 1, 3), ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 24)],
 )  # fmt: skip
 def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -> None:
     jobs = [j for j in cifar10_jobs() if target in j.targets]
@@ -203,7 +204,7 @@ def test_estimates_are_in_epochs_of_resnet56() -> None:
 def test_handed_out_networks_are_of_seed_0() -> None:
     names, jobs = headline_networks(), {j.name: j for j in cifar10_jobs()}
     assert names["resnet56-cifar10-hap-implant-40"] == "resnet56-paper-implant-40.7-seed0"
-    assert len(names) == 15 and all(jobs[run].recipe.seed == 0 for run in names.values())
+    assert len(names) == 19 and all(jobs[run].recipe.seed == 0 for run in names.values())
 
 
 def test_status_lists_the_jobs_in_order_with_their_state_and_cost(tmp_path: Path) -> None:

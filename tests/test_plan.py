@@ -301,3 +301,27 @@ def test_low_rank_ignores_scores() -> None:
 def test_drafts_that_make_no_sense_are_refused(removed: dict, implanted: dict, implant: object, words: str) -> None:
     with pytest.raises(hap.HapError, match=words):
         hap.draft(traced("plain", "joint"), removed, implanted, implant)
+
+
+# ---- several limits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_cost", [False, True])
+def test_several_limits_all_hold(per_cost: bool) -> None:
+    model = hap.models.build("resnet20").eval()
+    groups = hap.trace(model, torch.zeros(1, 3, 32, 32), "union")
+    scores = hap.score(model, groups, None, None, "magnitude")
+    both = hap.plan(groups, scores, hap.Budget(flops=0.4, params=0.3), per_cost=per_cost)
+    assert both.after.macs <= 0.4 * both.before.macs and both.after.params <= 0.3 * both.before.params
+    alone = [hap.plan(groups, scores, b, per_cost=per_cost) for b in (hap.Budget(flops=0.4), hap.Budget(params=0.3))]
+    assert all(both.after.params <= one.after.params or both.after.macs <= one.after.macs for one in alone)
+
+
+def test_ranking_by_cost_makes_more_of_two_limits() -> None:
+    model = hap.models.build("resnet20").eval()
+    groups = hap.trace(model, torch.zeros(1, 3, 32, 32), "union")
+    scores = hap.score(model, groups, None, None, "magnitude")
+    plain = hap.plan(groups, scores, hap.Budget(flops=0.4, params=0.4))
+    mixed = hap.plan(groups, scores, hap.Budget(flops=0.4, params=0.4), per_cost=True)
+    used = [min(p.after.macs / p.before.macs, p.after.params / p.before.params) for p in (plain, mixed)]
+    assert used[1] > 2 * used[0]

@@ -123,7 +123,7 @@ def test_what_differs_is_not_stacked(noise: Data, monkeypatch: pytest.MonkeyPatc
 
 def test_a_network_that_mixes_channels_by_itself_is_refused(noise: Data) -> None:
     networks = [Small(seed, shuffle=True) for seed in range(2)]
-    with pytest.raises(HapError, match="Small does not compute the same when 2 of it are stacked.*stack=1"):
+    with pytest.raises(HapError, match=r"Small does not compute the same when 2 of it are stacked.*stack=1"):
         train_many(networks, noise, [RECIPE, RECIPE], stack=2, progress=False)
 
 

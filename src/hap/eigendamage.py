@@ -156,15 +156,16 @@ Keep = dict[str, tuple[Tensor, Tensor]]
 
 def _search(model: nn.Module, example: Any, rotated: dict[str, Rotated], budget: Budget) -> tuple[Ranks, Keep]:
     """The smallest number of directions to remove, least important first, that meets the budget."""
-    if budget.kind not in ("params", "flops"):
-        raise HapError(f"the budget is in {budget.kind}; EigenDamage takes params= or flops=")
-    price = _Price(model, example, budget.kind)
-    target = math.floor(budget.fraction * price.dense)
+    if len(budget.given) > 1:
+        raise HapError(f"the budget is on {' and '.join(budget.given)}; EigenDamage takes either params= or flops=")
+    (kind, fraction), *_ = budget.given.items()
+    price = _Price(model, example, kind)
+    target = math.floor(fraction * price.dense)
     axes = [(n, side) for n in rotated for side in ("columns", "rows")]
     order = _removal_order(rotated, axes)
     low, high = -1, len(order)
     if price(_kept(rotated, axes, order)) > target:
-        raise HapError(f"{budget.kind}={budget.fraction} cannot be reached with {PER_AXIS:.0%} of each axis gone")
+        raise HapError(f"{kind}={fraction} cannot be reached with {PER_AXIS:.0%} of each axis gone")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if price(_kept(rotated, axes, order[:middle])) <= target else (middle, high)

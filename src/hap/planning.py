@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from hap.plans import Plan, assemble
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be left, as a fraction of the dense model. Exactly one of:
+    """What may be left, as a fraction of the dense model. One or several of the first three, all of which hold then:
 
-    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units; `latency`: measured
-    time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
+    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units. Or `latency` alone:
+    measured time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
     """
 
     params: float | None = None
@@ -32,24 +33,26 @@ class Budget:
     latency: float | None = None
 
     def __post_init__(self) -> None:
-        given = {k: v for k, v in vars(self).items() if v is not None}
-        if len(given) != 1:
-            said = ", ".join(f"{k}={v}" for k, v in given.items()) or "nothing"
-            raise HapError(f"the budget says {said}; expected exactly one of params=, flops=, channels=, latency=")
-        (kind, value), *_ = given.items()
-        if not isinstance(value, int | float) or not 0 < value <= 1:
-            raise HapError(f"{kind}={value}; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4")
+        for kind, value in self.given.items():
+            if not isinstance(value, int | float) or not 0 < value <= 1:
+                raise HapError(
+                    f"{kind}={value}; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4"
+                )
+        if not self.given or (self.latency is not None and len(self.given) > 1):
+            said = ", ".join(f"{k}={v}" for k, v in self.given.items()) or "nothing"
+            raise HapError(
+                f"the budget says {said}; expected one or several of params=, flops=, channels=, or latency= alone"
+            )
 
     @property
-    def kind(self) -> str:
-        return next(k for k, v in vars(self).items() if v is not None)
+    def given(self) -> dict[str, float]:
+        """What there is a limit on, and the fraction that may be left of it."""
+        return {kind: value for kind, value in vars(self).items() if value is not None}
 
-    @property
-    def fraction(self) -> float:
-        return float(getattr(self, self.kind))
-
-    def of(self, cost: Cost) -> int:
-        return {"params": cost.params, "flops": cost.macs, "channels": cost.channels}[self.kind]
+    def of(self, cost: Cost) -> Ints:
+        """The amounts that there are limits on, in the order of `given`."""
+        amounts = {"params": cost.params, "flops": cost.macs, "channels": cost.channels}
+        return np.array([amounts[kind] for kind in self.given], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -74,36 +77,46 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+MIXTURE_STEPS = 8
 
 
 def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | float | None = None,
          limits: Limits = DEFAULT_LIMITS, *, per_cost: bool = False) -> Plan:  # fmt: skip
     """Choose what to keep, implant and remove so that the budget is met.
 
-    Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score.
+    Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score; where the
+    budget has several limits, the cost is that mixture of them with which the units kept have the highest scores.
     The result is never above the budget, and keeping any one unit more would be.
     """
     if budget.latency is not None:
         raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
                        "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
-    search = _Search(groups, scores, budget, as_implant(implant), limits, per_cost)
-    removed = search.bisect()
-    kept, grafted = search.fill(*search.marking(removed))
-    return assemble(search.groups, kept, grafted, search.implant)
+    mixtures = _mixtures(len(budget.given)) if per_cost else [None]
+    searches = [_Search(groups, scores, budget, as_implant(implant), limits, mixture) for mixture in mixtures]
+    found = [search.solve() for search in searches]
+    best = int(np.argmax([search.kept_score(*one) for search, one in zip(searches, found, strict=True)]))
+    return assemble(searches[best].groups, *found[best], searches[best].implant)
+
+
+def _mixtures(kinds: int) -> list[NDArray[np.float64] | None]:
+    """Weights of the costs in a budget, in steps of an eighth, that add up to 1."""
+    steps = [w for w in itertools.product(range(MIXTURE_STEPS + 1), repeat=kinds) if sum(w) == MIXTURE_STEPS]
+    return [np.array(w) / MIXTURE_STEPS for w in steps]
 
 
 def least_flops(groups: Groups, scores: Mapping[str, Tensor], implant: Implant | None, limits: Limits, *,
                 per_cost: bool = False) -> float:  # fmt: skip
     """The fraction of the multiply-adds that is left when all goes that the limits allow."""
-    search = _Search(groups, scores, Budget(flops=1.0), implant, limits, per_cost)
-    return search.value(*search.marking(len(search.order))) / search.dense
+    search = _Search(groups, scores, Budget(flops=1.0), implant, limits, np.ones(1) if per_cost else None)
+    return float((search.value(*search.marking(len(search.order))) / search.dense)[0])
 
 
 class _Search:
     """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first."""
 
     def __init__(self, groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | None,
-                 limits: Limits, per_cost: bool):  # fmt: skip
+                 limits: Limits, mixture: NDArray[np.float64] | None):  # fmt: skip
+        """Ranks by score alone, or with a `mixture` of the costs in the budget by score per cost saved."""
         groups = groups if implant is None else implant.prepared(groups)
         self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
         self.cost = CostModel(groups, implant)
@@ -117,12 +130,13 @@ class _Search:
         self.full = groups.all_kept()
         self.nothing = np.zeros_like(self.full)
         self.dense = budget.of(self.cost(self.full, self.nothing))
-        self.target = math.floor(budget.fraction * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
-        self.rank = np.concatenate([values[n] for n in names])
+        left = np.array(list(budget.given.values()))
+        self.target = np.floor(left * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
+        self.scores = self.rank = np.concatenate([values[n] for n in names])
         if implant is not None and implant.blind:
             self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
-        if per_cost:
-            saved = self._saved()
+        if mixture is not None:
+            saved = self._saved(mixture)
             self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)
         self.eligible = self.nothing[self.classes] if implant is None else implant.eligible(groups)[self.classes]
         self.streams: dict[int, list[int]] = {}
@@ -130,14 +144,14 @@ class _Search:
             self.streams.setdefault(source, []).append(target)
         self.order = self._removal_order(names)
 
-    def _saved(self) -> NDArray[np.float64]:
-        """What removing one unit saves on the dense model."""
+    def _saved(self, mixture: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The share of the dense model's cost, in this mixture, that removing one unit saves."""
         saved = np.ones(len(self.classes))
         for kind in np.unique(self.kind):
             members = np.flatnonzero(self.kind == kind)
             kept = self.full.copy()
             kept[self.classes[members[0]]] = False
-            saved[members] = max(self.dense - self.budget.of(self.cost(kept, self.nothing)), 1)
+            saved[members] = mixture @ (np.maximum(self.dense - self.value(kept, self.nothing), 1) / self.dense)
         return saved
 
     def _removal_order(self, names: list[str]) -> Ints:
@@ -185,22 +199,36 @@ class _Search:
             back.append(members[len(members) - min(-stay % step, len(members)) :])
         return gone[~np.isin(gone, np.concatenate([gone[:0], *back]))]
 
-    def value(self, kept: Bools, grafted: Bools) -> int:
+    def solve(self) -> tuple[Bools, Bools]:
+        """The classes kept (implants included) and implanted."""
+        return self.fill(*self.marking(self.bisect()))
+
+    def kept_score(self, kept: Bools, grafted: Bools) -> float:
+        """The sum of the scores of all units that stay as they are."""
+        return float(self.scores[(kept & ~grafted)[self.classes]].sum())
+
+    def value(self, kept: Bools, grafted: Bools) -> Ints:
         return self.budget.of(self.cost(kept, grafted))
+
+    def fits(self, kept: Bools, grafted: Bools) -> bool:
+        return bool((self.value(kept, grafted) <= self.target).all())
 
     def bisect(self) -> int:
         """The smallest number of units to take from the order that meets the budget."""
         least = self.value(*self.marking(len(self.order)))
-        if least > self.target:
-            raise HapError(
-                f"{self.budget.kind}={self.budget.fraction} cannot be reached: with these limits at least "
-                f"{math.ceil(least / self.dense * 1e4) / 1e4:.4f} of the dense model is left. Ask for that or more, "
-                "raise Limits.per_layer, or look at print(groups) for what is frozen."
-            )
+        for (kind, fraction), found, target, dense in zip(
+            self.budget.given.items(), least, self.target, self.dense, strict=True
+        ):
+            if found > target:
+                raise HapError(
+                    f"{kind}={fraction} cannot be reached: with these limits at least "
+                    f"{math.ceil(found / dense * 1e4) / 1e4:.4f} of the dense model is left. Ask for that or more, "
+                    "raise Limits.per_layer, or look at print(groups) for what is frozen."
+                )
         low, high = -1, len(self.order)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.value(*self.marking(middle)) <= self.target else (middle, high)
+            low, high = (low, middle) if self.fits(*self.marking(middle)) else (middle, high)
         return high
 
     def fill(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
@@ -226,7 +254,7 @@ class _Search:
                 continue
             more, fewer = kept.copy(), grafted.copy()
             more[block], fewer[block] = True, False
-            if self.value(more, fewer) <= self.target:
+            if self.fits(more, fewer):
                 kept, grafted, live = more, fewer, self.groups.alive(more)
             else:
                 hopeless.add(kind)

@@ -32,7 +32,7 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
            implant: Implant | float | None = None, coupling: str = "joint", criterion: Criterion | str = "hessian",
            limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), stream: bool = False,
            per_cost: bool = False, compensate: bool = False, verify: bool = True) -> Plan:  # fmt: skip
-    """Prune `model` in place to one budget and return the plan. Budgets are the fraction LEFT.
+    """Prune `model` in place to a budget and return the plan. Budgets are the fraction LEFT; several all hold.
 
         plan = hap.prune_(model, example, batches, torch.nn.functional.cross_entropy, flops=0.4, implant=0.2)
 

@@ -63,7 +63,8 @@ def plan_for_latency(model: nn.Module, groups: Groups, scores: Mapping[str, Tens
     multiple of is the one, of 1, 8, 16 and 32, with which the least sensitivity is lost for the time.
     """
     if budget.latency is None:
-        raise HapError(f"the budget is on {budget.kind}; expected Budget(latency=...). hap.plan knows the others")
+        said = " and ".join(budget.given)
+        raise HapError(f"the budget is on {said}; expected Budget(latency=...). hap.plan knows the others")
     with Stopwatch(example, backend, threads) as watch:
         search = _Search(model, groups, scores, watch, budget.latency, as_implant(implant), limits, per_cost)
         found = search.run()

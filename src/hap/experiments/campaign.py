@@ -35,7 +35,7 @@ this share, so many fewer multiply-adds should outweigh it. `benchmarks/train_th
 @dataclass(frozen=True)
 class Job:
     """One network to train. Without `prune` it is a dense one from scratch; with it, `dense` names the job it starts
-    from, and `most_params` is a second limit on what is left, besides the step's own budget.
+    from.
 
     `paper` holds the figures of the paper's row that this one is held against; `targets` the tables it belongs to.
     """
@@ -46,7 +46,6 @@ class Job:
     targets: tuple[str, ...]
     dense: str | None = None
     prune: Step | None = None
-    most_params: float | None = None
     paper: dict[str, float] | None = None
     teacher: bool = False
 
@@ -190,7 +189,7 @@ def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
     say(f"{job.name}: pruning")
     model = _dense(job, data, folders)
     dense = evaluate(model, data).accuracy
-    made = prune(model, job.prune, job.most_params, data, job.recipe.seed, folders.plans)
+    made = prune(model, job.prune, data, job.recipe.seed, folders.plans)
     metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                "scoring_seconds": made.seconds}  # fmt: skip
     save(path, model, made.plan, metrics=metrics, about={"ranks": made.ranks})
@@ -215,7 +214,7 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
         "seed": job.recipe.seed, "dense": job.dense, "prune": describe(job.prune),
-        "most_params": job.most_params, "targets": list(job.targets), "paper": job.paper,
+        "targets": list(job.targets), "paper": job.paper,
         "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None,
         **(started.metrics if started else {}),
         "accuracy": accuracy, "accuracy_in_half_precision": evaluate(model, data).accuracy,

@@ -10,6 +10,8 @@ Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hap import recipes
 from hap.experiments.campaign import Job
 from hap.experiments.config import PruneStep
@@ -103,13 +105,12 @@ def dense_jobs(model: str, kinds: tuple[str, ...] = ("paper", "best"), seeds: tu
 
 
 def _job(model: str, protocol: str, step: Step, seed: int, targets: tuple[str, ...],
-         paper: dict[str, float] | None = None, most_params: float | None = None) -> Job:  # fmt: skip
+         paper: dict[str, float] | None = None) -> Job:  # fmt: skip
     slug = step.slug if isinstance(step, PruneStep) else step.name
     best = protocol == "best"
     return Job(
         f"{short(model)}-{protocol}-{slug}-seed{seed}", model, finetune_recipe(seed, protocol), targets,
-        dense=dense_name(model, "best" if best else "paper", seed), prune=step, most_params=most_params, paper=paper,
-        teacher=best,
+        dense=dense_name(model, "best" if best else "paper", seed), prune=step, paper=paper, teacher=best,
     )  # fmt: skip
 
 
@@ -121,15 +122,15 @@ def _row(model: str, step: PruneStep, seed: int, paper: tuple[float, float | Non
          targets: tuple[str, ...]) -> Job:  # fmt: skip
     """A row of the paper (FLOPs, params, accuracy): at no more FLOPs, and where it gives them no more parameters."""
     params = paper[1]
-    return _job(model, "paper", step, seed, targets, _figures(*paper), params / 100 if params else None)
+    return _job(model, "paper", replace(step, params=params and params / 100), seed, targets, _figures(*paper))
 
 
 def _figures(flops: float, params: float | None, accuracy: float) -> dict[str, float]:
     return {"accuracy": accuracy, "flops": flops} | ({"params": params} if params else {})
 
 
-def _implanted(percent: float) -> PruneStep:
-    return _step("implant", percent, implant=0.2, implant_init="zero")
+def _implanted(percent: float, name: str = "implant", **options: object) -> PruneStep:
+    return _step(name, percent, implant=0.2, implant_init="zero", **options)  # type: ignore[arg-type]
 
 
 def resnet56_jobs(seed: int) -> list[Job]:
@@ -137,6 +138,18 @@ def resnet56_jobs(seed: int) -> list[Job]:
     jobs = [_row("resnet56", _step("hap", row[0]), seed, row, ("resnet56", "ablation")) for row in HAP_ROWS]
     jobs += [_row("resnet56", _implanted(row[0]), seed, row, ("resnet56", "implants")) for row in IMPLANT_ROWS]
     return [*jobs, *_controls()] if seed == 0 else [job for job in jobs if _is_headline(job)]
+
+
+def rankings(seed: int) -> list[Job]:
+    """The same rows with other rankings by the same sensitivity. `per-cost`: by sensitivity per parameter and
+    multiply-add saved. `3-probes`: by Hutchinson's estimate from three probes, which is what the public code takes
+    unless told otherwise. Seeds 1 and 2 run the headlines alone."""
+    targets = ("resnet56", "rankings")
+    jobs = [_row("resnet56", _step("hap-per-cost", row[0], per_cost=True), seed, row, targets) for row in HAP_ROWS]
+    jobs += [_row("resnet56", _implanted(row[0], "implant-per-cost", per_cost=True), seed, row, targets)
+             for row in IMPLANT_ROWS]  # fmt: skip
+    jobs += [_row("resnet56", _step("hap-3-probes", row[0], probes=3), seed, row, targets) for row in HAP_ROWS[:4]]
+    return jobs if seed == 0 else [job for job in jobs if _is_headline(job)]
 
 
 def _controls() -> list[Job]:
@@ -216,7 +229,7 @@ def curve_jobs(model: str) -> list[Job]:
 
 def jobs() -> list[Job]:
     """All jobs, most telling first."""
-    rows = [resnet56_jobs(seed) for seed in range(3)]
+    rows = [[*rankings(seed), *resnet56_jobs(seed)] for seed in range(3)]
     headlines = [job for seed in rows for job in seed if "resnet56" in job.targets and _is_headline(job)]
     return [
         *dense_jobs("resnet56"), *headlines,
@@ -238,10 +251,10 @@ def headline_networks() -> dict[str, str]:
               "resnet56-cifar10-dense-best": dense_name("resnet56", "best", 0)}  # fmt: skip
     for job in jobs():
         step = job.prune
-        if job.recipe.seed or not isinstance(step, PruneStep):
+        if job.recipe.seed or not isinstance(step, PruneStep) or step.probes:
             continue
         percent = int(round(100 * (step.flops or step.params or 0), 2))
-        method = "hap-implant" if step.implant else "hap"
+        method = ("hap-implant" if step.implant else "hap") + ("-per-cost" if step.per_cost else "")
         if {"resnet56", "vgg16", "preresnet29"} & set(job.targets) and (job.model != "resnet56" or _is_headline(job)):
             chosen[f"{short(job.model)}-cifar10-{method}-{percent}"] = job.name
         elif "best" in job.targets and step.implant:

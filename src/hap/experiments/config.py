@@ -24,7 +24,7 @@ RECIPE_FIELDS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "s
 
 @dataclass(frozen=True)
 class PruneStep:
-    """One way to prune: a criterion, exactly one budget (the fraction LEFT), and how far it may go.
+    """One way to prune: a criterion, a budget (fractions LEFT, all of which hold), and how far it may go.
 
     `implant` is the share of the removed units to replace. `probes` asks for the Hessian's trace by that many random
     probes instead of exactly. `leave` holds patterns of layers not to touch.

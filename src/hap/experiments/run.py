@@ -144,7 +144,8 @@ class _Runner:
         if found is not None and found.plan is not None and same(found.about.get("settings"), config):
             self.console.skipped(f"{step.name}: pruned network")
             return self._open(path), found.plan, float(found.metrics["accuracy"])
-        self.console.step(f"{step.name}: prune to {step.budget().fraction:.0%} of {step.budget().kind}")
+        budget = " and ".join(f"{share:.0%} of {kind}" for kind, share in step.budget().given.items())
+        self.console.step(f"{step.name}: prune to {budget}")
         model, count, seed = copy.deepcopy(dense), self.experiment.calibration, self.experiment.seeds[0]
         with self.console.status(step.name) as say:
             key = json.dumps([step.criterion, step.probes, step.coupling])
@@ -237,7 +238,7 @@ class _Runner:
 
     def _result(self, name: str, seed: int, config: dict[str, Any], dense: Measured, pruned: Measured | None,
                 one_shot: float | None, history: History, step: PruneStep | None = None) -> Result:  # fmt: skip
-        budget = {step.budget().kind: step.budget().fraction} if step else None
+        budget = step.budget().given if step else None
         return Result(name, seed, config, step.criterion if step else None, budget, dense, pruned, one_shot,
                       len(self.data.test), history.to_dict(), sum(history.seconds), **origin(self.device))  # fmt: skip
 

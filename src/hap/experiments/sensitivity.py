@@ -20,16 +20,20 @@ from hap.experiments.networks import example_of, fresh
 from hap.experiments.starting import IMAGES
 from hap.experiments.steps import calibration, probe_record, score_step, sensitivity_record
 from hap.files import write_json
+from hap.planning import Budget
 from hap.provenance import provenance
-from hap.scoring import HessianTrace
+from hap.scoring import Criterion, HessianTrace, Random
 
 TARGET = "sensitivity"
+CHANNELS = (0.5, 0.45, 0.4, 0.31)
+"""Shares of channels left in the paper's ablation."""
+DRAWS = 3
 
 
 @dataclass(frozen=True)
 class Look:
-    """One record about the scores of a dense network: `what` is probes, layers or seconds. Without `dense`, the name of
-    the job that trained it, the network is untrained, which makes no difference to seconds."""
+    """One record about the scores of a dense network: `what` is probes, layers, shapes or seconds. Without `dense`, the
+    name of the job that trained it, the network is untrained, which makes no difference to seconds."""
 
     name: str
     model: str
@@ -94,18 +98,40 @@ def _seconds(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
             "device": "cuda" if torch.device(batches[0][0].device).type == "cuda" else "cpu"}  # fmt: skip
 
 
+def _shapes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+    """What is left of FLOPs and parameters at the paper's shares of channels, by how the sensitivity is found."""
+    batches = calibration(data, model, IMAGES, 0)
+    groups = hap.trace(model, example_of(data).to(batches[0][0].device), "union")
+    few = [HessianTrace(method="hutchinson", probes=look.probes, seed=seed) for seed in range(DRAWS)]
+    criteria: dict[str, Sequence[Criterion]] = {
+        f"{look.probes} probes": few, "exact": [HessianTrace(method="exact")], "random": [Random(seed=0)],
+    }  # fmt: skip
+    rows = []
+    for how, draws in criteria.items():
+        for criterion in draws:
+            scores = hap.score(model, groups, batches, F.cross_entropy, criterion)
+            for share in CHANNELS:
+                plan = hap.plan(groups, scores, Budget(channels=share))
+                rows.append({"how": how, "channels": share, "flops": plan.after.macs / plan.before.macs,
+                             "params": plan.after.params / plan.before.params})  # fmt: skip
+    return {"kind": "hap-shapes", "format": 1, "images": sum(len(y) for _, y in batches), "rows": rows}
+
+
 KINDS: dict[str, Callable[[nn.Module, Data, Look], dict[str, Any]]] = {
     "probes": _probes,
     "layers": _layers,
+    "shapes": _shapes,
     "seconds": _seconds,
 }
 
 
 def looks(resnet56: str) -> list[Look]:
-    """The paper's: probes and layers of ResNet56, as trained by a job, and seconds of three networks."""
+    """The paper's: probes and layers of ResNet56, as trained by a job, and seconds of three networks. Besides, the
+    shapes that the public code's number of probes leads to."""
     timed = ("resnet56", "preresnet29", "wide_resnet32")
     return [
         Look("sensitivity-layers", "resnet56", "layers", resnet56),
         Look("sensitivity-probes", "resnet56", "probes", resnet56),
+        Look("sensitivity-shapes", "resnet56", "shapes", resnet56, probes=3),
         *(Look(f"sensitivity-seconds-{model}", model, "seconds") for model in timed),
     ]

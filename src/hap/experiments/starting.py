@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Pruned:
     seconds: float
 
 
-def prune(model: nn.Module, step: Step, most_params: float | None, data: Data, seed: int, plans: Path) -> Pruned:
+def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path) -> Pruned:
     """Prune in place."""
     begun = time.monotonic()
     if isinstance(step, EigenStep):
@@ -66,9 +66,6 @@ def prune(model: nn.Module, step: Step, most_params: float | None, data: Data, s
         return Pruned(plan, None, time.monotonic() - begun)
     groups, scores = score_step(model, data, step, IMAGES, seed, lambda _: None)
     seconds = time.monotonic() - begun
-    first = hap.plan(groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost)
-    if most_params is not None and first.after.params > most_params * first.before.params:
-        step = replace(step, flops=None, channels=None, params=most_params)
     return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hap.experiments.campaign import Job
-from hap.experiments.config import PruneStep
 from hap.experiments.starting import BorrowedStep, EigenStep
 
 Record = Mapping[str, Any]
@@ -85,13 +84,13 @@ def label(job: Job) -> str:
         return "EigenDamage"
     if isinstance(step, BorrowedStep):
         return f"Torch-Pruning, {BORROWED[step.criterion]}"
-    return _label(step)
-
-
-def _label(step: PruneStep) -> str:
     if step.implant_kind == "LowRank":
         return "Low rank"
     name = CRITERIA[step.criterion] + (" + Implant" if step.implant else "")
+    if step.per_cost and not job.teacher:  # all of protocol best ranks so
+        name += ", per cost"
+    if step.probes:
+        name += f", {step.probes} probes"
     return f"{name}, coupled" if step.coupling == "joint" and step.criterion == "hessian" else name
 
 
