@@ -16,6 +16,7 @@ import hap
 from cases import CASES
 from checks import gap, run
 from hap.groups import Groups
+from hap.turning import CLOSE
 from huggingface import HEADS, LAYERS, WIDTH, small
 
 ROWS = WIDTH // HEADS
@@ -221,11 +222,14 @@ class Attention(nn.Module):
     def __init__(self, between: str = "nothing"):
         super().__init__()
         self.between = between
-        self.q, self.k, self.v, self.gate = (nn.Linear(12, 16) for _ in range(4))
+        shared = 8 if between == "groups" else 16
+        self.q, self.gate, self.k, self.v = (nn.Linear(12, width) for width in (16, 16, shared, shared))
         self.o, self.out = nn.Linear(16, 12), nn.Linear(12, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.between == "groups":
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
         if self.between == "norm":
             q, k = (x / x.square().mean(-1, keepdim=True).sqrt() for x in (q, k))
         if self.between == "positions":
@@ -236,7 +240,9 @@ class Attention(nn.Module):
         return self.out(x + self.o(mixed))
 
 
-@pytest.mark.parametrize(("between", "spaces"), [("nothing", 8), ("norm", 4), ("positions", 4), ("gate", 0)])
+@pytest.mark.parametrize(
+    ("between", "spaces"), [("nothing", 8), ("groups", 4), ("norm", 4), ("positions", 4), ("gate", 0)]
+)
 def test_what_lies_between_decides(between: str, spaces: int) -> None:
     torch.manual_seed(0)
     model, x = Attention(between).double().eval(), torch.randn(2, 5, 12, dtype=torch.float64)
@@ -244,6 +250,7 @@ def test_what_lies_between_decides(between: str, spaces: int) -> None:
     groups = hap.trace(model, x)
     found = hap.narrowable(model, groups, x)
     assert hap.heads(groups) == ["q"] and len(found.spaces) == spaces
+    assert {len(s.left) for s in found.spaces} <= {2 if between == "groups" else 1}
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -261,6 +268,17 @@ def test_a_plan_for_another_forward_is_refused_and_changes_nothing() -> None:
     short.q = nn.Linear(12, 3)
     with pytest.raises(hap.HapError, match="does not fit this model"):
         hap.apply_(short, plan, x)
+
+
+def test_rounding_in_float32_is_told_from_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with TF32 on a GPU: what is off in float32 is looked at again in float64."""
+    monkeypatch.setitem(CLOSE, torch.float32, 0.0)
+    torch.manual_seed(0)
+    model, other, x = Attention().eval(), Attention("positions").eval(), torch.randn(2, 5, 12)
+    plan = hap.draft(hap.narrowable(model, hap.trace(model, x), x), {}, {"q": [1]}, hap.NarrowHeads())
+    assert hap.cost(hap.apply_(model, plan, x), x).macs == plan.after.macs
+    with pytest.raises(hap.HapError, match="depends on the basis of heads"):
+        hap.apply_(other, plan, x)
 
 
 def test_layers_that_are_used_twice_are_narrowed_for_both() -> None:

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hap.blocks import heads
 from hap.errors import HapError
 from hap.examples import run
 from hap.groups import Group, Groups, Slice, Space
-from hap.turning import difference, outputs, turn_
+from hap.turning import changes, in_double, outputs
 
 Widths = dict[str, list[tuple[int, int]]]
 
@@ -137,12 +136,12 @@ class _Trial:
 
     def __init__(self, model: nn.Module, example: Any, shapes: Sequence[_Shape]):
         self.model = copy.deepcopy(model).double()
-        self.example = _double(example)
-        self.tensors = dict(self.model.named_parameters())
+        self.example = in_double(example)
+        tensors = dict(self.model.named_parameters())
         generator = torch.Generator().manual_seed(0)
         slices = {s for shape in shapes for own in (*shape.computed, *shape.read) for s in own}
         for name in sorted({s.weight for s in slices} | {s.bias for s in slices if s.bias}):
-            tensor = self.tensors[name].data
+            tensor = tensors[name].data
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             tensor.copy_(drawn * (2 / max(tensor.shape) ** 0.5 if tensor.ndim > 1 else 0.5))
         try:
@@ -163,14 +162,4 @@ class _Trial:
         return found
 
     def _bears(self, spaces: Sequence[Space]) -> bool:
-        if not spaces:
-            return False
-        before = turn_(self.tensors, spaces)
-        same = not difference(self.wanted, outputs(self.model, self.example))
-        for name, values in before.items():
-            self.tensors[name].data.copy_(values)
-        return same
-
-
-def _double(example: Any) -> Any:
-    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+        return bool(spaces) and changes(self.model, spaces, self.example, self.wanted) is None

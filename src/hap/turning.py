@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,22 +28,41 @@ def turned(model: nn.Module, spaces: Sequence[Space], example: Any = None) -> It
     if not spaces:
         yield
         return
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    wanted = None if example is None else outputs(model, example)
-    before = turn_(tensors, spaces)
+    if example is not None:
+        _check(model, spaces, example)
+    before = turn_(model, spaces)
     try:
-        if wanted is not None and (problem := difference(wanted, outputs(model, example))):
-            raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
         yield
     except BaseException:
-        for name, values in before.items():
-            tensors[name].data.copy_(values)
+        put_back_(model, before)
         raise
 
 
+def _check(model: nn.Module, spaces: Sequence[Space], example: Any) -> None:
+    problem = changes(model, spaces, example)
+    if problem and all(p.dtype == torch.float32 for p in model.parameters()):  # by rounding? Float64 tells.
+        problem = changes(copy.deepcopy(model).double(), spaces, in_double(example))
+    if problem:
+        raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
+
+
+def changes(model: nn.Module, spaces: Sequence[Space], example: Any, wanted: list[Tensor] | None = None) -> str | None:
+    """What turning these heads changes in the outputs, in words. The model is left as it was.
+
+    `wanted` are its outputs, where they are known.
+    """
+    wanted = outputs(model, example) if wanted is None else wanted
+    before = turn_(model, spaces)
+    try:
+        return difference(wanted, outputs(model, example))
+    finally:
+        put_back_(model, before)
+
+
 @torch.no_grad()
-def turn_(tensors: dict[str, nn.Parameter], spaces: Sequence[Space]) -> dict[str, Tensor]:
+def turn_(model: nn.Module, spaces: Sequence[Space]) -> dict[str, Tensor]:
     """Write the factors of each product by singular values, the largest first; returns what the tensors were."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
     parts = [part for s in spaces for part in (*s.left, *s.right)]
     names = {n for part in parts for n in (part.weight, part.bias) if n is not None}
     before = {n: tensors[n].detach().clone() for n in names}
@@ -52,6 +72,12 @@ def turn_(tensors: dict[str, nn.Parameter], spaces: Sequence[Space]) -> dict[str
             for part, rows in zip(side, values.split([len(_matrix(tensors, p)) for p in side]), strict=True):
                 _write(tensors, part, rows)
     return before
+
+
+def put_back_(model: nn.Module, before: dict[str, Tensor]) -> None:
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    for name, values in before.items():
+        tensors[name].data.copy_(values)
 
 
 def factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,12 +93,13 @@ def factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _matrix(tensors: dict[str, nn.Parameter], part: Slice) -> Tensor:
-    """(inputs or outputs of the layer, width of the head), with the bias as one more row."""
-    matrix = tensors[part.weight].detach().narrow(part.dim, part.start, part.width).double()
+    """(inputs or outputs of the layer, width of the head), with the bias as one more row; on the CPU, where small
+    decompositions are fast."""
+    matrix = tensors[part.weight].detach().narrow(part.dim, part.start, part.width)
     matrix = matrix.mT if part.dim == 0 else matrix
-    if part.bias is None:
-        return matrix
-    return torch.cat([matrix, tensors[part.bias].detach()[None, part.start : part.start + part.width].double()])
+    if part.bias is not None:
+        matrix = torch.cat([matrix, tensors[part.bias].detach()[None, part.start : part.start + part.width]])
+    return matrix.to("cpu", torch.float64)
 
 
 def _write(tensors: dict[str, nn.Parameter], part: Slice, values: Tensor) -> None:
@@ -89,9 +116,15 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
 def difference(wanted: Sequence[Tensor], seen: Sequence[Tensor]) -> str | None:
     """How outputs differ by more than rounding, in words."""
     for i, (a, b) in enumerate(zip(wanted, seen, strict=True)):
-        if a.is_floating_point() and a.numel():
-            off, most = (float(x.nan_to_num().abs().max()) for x in (a - b, a))
-            allowed = CLOSE.get(a.dtype, 1e-5) * most
-            if off > allowed or not torch.equal(a.isfinite(), b.isfinite()):
+        if a.is_floating_point() and (finite := a.isfinite()).any():
+            if not torch.equal(finite, b.isfinite()):
+                return f"output {i} is not finite in other places"
+            off, most = (float(x[finite].abs().max()) for x in (a - b, a))
+            if off > (allowed := CLOSE.get(a.dtype, 1e-5) * most):
                 return f"output {i} is off by {off:.3g} (allowed {allowed:.3g})"
     return None
+
+
+def in_double(example: Any) -> Any:
+    """The example with its real numbers in float64."""
+    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
