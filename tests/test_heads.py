@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import runpy
+import statistics
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -423,6 +424,19 @@ def test_the_encoder_decoder_example() -> None:
     for row in rows[1:]:
         assert sum(row["heads_left"].values()) == 12 and len(row["heads_left"]) == 6 and all(row["heads_left"].values())
         assert any("encoder_attn" in name for name in row["heads_left"])
+
+
+def test_the_manual_shows_the_latencies_that_were_measured() -> None:
+    root = Path(__file__).parents[1]
+    record = json.loads((root / "results" / "glue" / "latency-cpu.json").read_text())
+    text = (root / "docs" / "heads.md").read_text()
+    cells: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        ratios = [a / b for a, b in zip(row["dense"]["times"], row["pruned"]["times"], strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        cells.setdefault(row["backend"], []).append(f"{median:.2f} ({low:.2f} to {high:.2f})")
+    assert all(f"| {backend} | {' | '.join(found)} |" in text for backend, found in cells.items()) and len(cells) == 2
+    assert f"has {record['macs_left']:.1%} of its multiply-adds left" in text
 
 
 def test_the_manual_shows_what_the_example_measured() -> None:
