@@ -213,6 +213,20 @@ def test_says_what_is_missing_or_wrong() -> None:
         hap.prune_(*network, flops=0.5, criterion="magnitude", implant=hap.NarrowHeads())
 
 
+def test_a_second_pruning_leaves_layers_with_narrow_heads_alone(tmp_path: Path) -> None:
+    model, example, groups = _prepared("gpt2")
+    model, (layer, _) = copy.deepcopy(model), groups
+    first = hap.draft(groups, {}, {layer: [1]}, hap.NarrowHeads())
+    hap.apply_(model, first, example)
+    again = hap.trace(model, example)
+    assert layer not in hap.heads(again) and len(hap.mlps(again)) == LAYERS
+    second = hap.prune_(model, example, flops=0.8, criterion="magnitude")
+    assert hap.cost(model, example).macs == second.after.macs
+    hap.save(tmp_path / "twice.safetensors", model, [first, second])
+    fresh = hap.load(tmp_path / "twice.safetensors", small("gpt2")[0].double())
+    assert torch.equal(run(fresh, example)[0], run(model, example)[0])
+
+
 # ---- what lies between ----------------------------------------------------------------------------------------
 
 
