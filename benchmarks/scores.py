@@ -3,7 +3,7 @@
     python benchmarks/scores.py OUT.json --data data/cifar10 --checkpoint dense.safetensors
 
 The public procedure is written down here from its description: gradients once with a graph, then for every probe one
-Hessian-vector product and one dot product per channel, read back to the host. Few probes are timed, and the time of 300
+Hessian-vector product, and one dot product per channel on the CPU. Few probes are timed, and the time of 300
 is scaled from them. curvlinops and PyHessian, where installed, give one number for the whole network and no scores:
 what is timed is one probe. What is known is written after every part; --parts chooses some of them.
 """
@@ -77,7 +77,7 @@ class Subject:
         return hap.score(self.model, self.groups, self.batches, F.cross_entropy, hap.HessianTrace(**how))
 
     def public_style(self, probes: int) -> list[Tensor]:
-        """Channel traces of every convolution, the slow way: a dot product per channel, each read back."""
+        """Channel traces of every convolution: vectors and products go to the CPU, then a dot product per channel."""
         weights = [m.weight for m in self.model.modules() if isinstance(m, nn.Conv2d)]
         x, y = (torch.cat(parts) for parts in zip(*self.batches, strict=True))
         gradients = torch.autograd.grad(F.cross_entropy(self.model(x), y), weights, create_graph=True)
@@ -85,9 +85,10 @@ class Subject:
         for _ in range(probes):
             vectors = [torch.randint_like(w, 0, 2) * 2 - 1 for w in weights]
             products = torch.autograd.grad(gradients, weights, vectors, retain_graph=True)
-            for total, v, p in zip(totals, vectors, products, strict=True):
+            pairs = zip(totals, *([t.cpu() for t in part] for part in (vectors, products)), strict=True)
+            for total, v, p in pairs:
                 for channel in range(len(v)):
-                    total[channel] += (v[channel] * p[channel]).sum().cpu() / probes
+                    total[channel] += p[channel].flatten().dot(v[channel].flatten()).item() / probes
         return totals
 
     def training_step(self) -> Callable[[], None]:

@@ -168,6 +168,7 @@ run, with configuration, seed, curve, source revision, hardware and date. {len(t
 made on {machines}; the others say so and have no figure. `hap reproduce all --status` lists them all.
 
 - Accuracy is on the 10,000 test images after the LAST epoch, in per cent; with several seeds mean ± standard deviation.
+  The paper's public code reports the best of all epochs on the same images.
 - FLOPs are multiply-adds of convolutions and linear layers. Rows of HAP and HAP + Implant are at no more FLOPs, and
   where the paper gives them at no more parameters, than the paper's.
 - Protocol `paper` is the paper's fine-tuning (160 epochs, batch 64, learning rate 0.02, weight decay 4e-4, step decay),
@@ -238,8 +239,8 @@ def resnet56(page: Page) -> str:
     rows = sorted(page.of("resnet56"), key=lambda row: (-row.budget[1], row.label))
     text = """Channels go in the order of their sensitivity, found exactly. It is lowest in late layers, where a channel
 has many parameters and few FLOPs: at the paper's FLOPs, far fewer parameters are left than in the paper. "3 probes"
-estimates it by as many probes as the public code takes unless told otherwise, which gives the paper's shares of both
-(see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and FLOPs together."""
+estimates it by as many probes as the public code takes unless told otherwise, which leaves about the paper's shares of
+both (see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and FLOPs together."""
     picture = _picture(page, "resnet56", "ResNet56: accuracy against FLOPs left")
     return "\n\n".join(
         part for part in ("## ResNet56, protocol paper", command("resnet56"), text, result_table(rows), picture) if part
@@ -358,7 +359,7 @@ def _shapes(record: Record) -> str:
             line.append("; ".join(f"{100 * row['flops']:.1f}, {100 * row['params']:.1f}" for row in found))
         lines.append(line)
     how = dict.fromkeys(row["how"] for row in record["rows"])
-    text = f"""Per cent of FLOPs and of parameters left at the paper's shares of channels, by how sensitivity is found on
+    text = f"""Per cent of FLOPs and of parameters left at the paper's shares of channels, by how it is ranked on
 {record["images"]} images; draws of probes one after another. The paper speaks of 300 probes. Its public code takes 3
 unless told otherwise, and what that leaves is close to what the paper reports; exact values leave more FLOPs."""
     return f"{text}\n\n{table(['', 'paper', *how], lines)}"
