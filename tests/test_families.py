@@ -14,6 +14,7 @@ import torch
 
 import hap
 from hap.examples import run
+from hap.experiments import zoo
 from hap.experiments.zoo_models import build
 from hap.parts import parts
 
@@ -76,6 +77,17 @@ def test_networks_for_images(spec: str) -> None:
 @pytest.mark.parametrize("name", TEXTS + OTHERS)
 def test_hugging_face(name: str) -> None:
     _prune_to_half(*build(f"hf:{name}"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spec", ["timm:test_resnet", "timm:test_vit", "hf:albert", "hf:llama", "hf:vit"])
+def test_exported_outputs_are_equal(spec: str) -> None:
+    """As a program of torch.export and in onnxruntime. The sweep records this for every model."""
+    model, example = build(spec)
+    hap.prune_(model, example, criterion="magnitude", flops=0.6)
+    gaps = zoo.exported(model, example)
+    assert set(gaps) == {".pt2", ".onnx"}
+    assert all(isinstance(gap, float) and gap <= 1e-4 for gap in gaps.values()), gaps
 
 
 def test_a_detector_by_its_parts() -> None:

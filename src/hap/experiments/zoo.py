@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,15 +99,15 @@ def measure(spec: str, flops: float, say: Callable[[Record], None] = lambda reco
     record["seconds"] = seconds
     say(record)
     if record["verified"]:
-        record["exported"] = _exported(subject, inputs)
+        record["exported"] = exported(subject, inputs)
         if any(isinstance(gap, str) for gap in record["exported"].values()):  # is it the pruning, or the model?
             dense, example = build(spec)
             dense = parts(dense, example) if "parts" in record else dense
-            record["exported_dense"] = _exported(dense, dense.example if "parts" in record else example)
+            record["exported_dense"] = exported(dense, dense.example if "parts" in record else example)
     return record
 
 
-def _exported(model: nn.Module, example: Any) -> Record:
+def exported(model: nn.Module, example: Any) -> Record:
     """How far outputs after export are from those of the pruned model, relative to their size; or why not."""
     args, kwargs = call_arguments(example)
     wanted = [x for x in pytree.tree_leaves(run(model, example)) if isinstance(x, Tensor)]
@@ -150,30 +150,37 @@ def _outline(outputs: Any) -> Any:
 
 def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,
           retry: bool = False, say: Callable[[str], None] = print) -> list[Record]:  # fmt: skip
-    """Measure every model in a process of its own, and beside it torch-pruning in another where that is installed.
+    """Measure every model in a process of its own, then torch-pruning on each in another where that is installed.
 
     What is in `out` already is not done again; with `retry`, what failed there is.
     """
     known = _known(out, flops, specs if retry else ())
-    beside = _has_peer()
 
-    def one(spec: str) -> Record:
-        record = known.get(spec) or _in_process(spec, flops, seconds)
-        if beside and PEER not in record:
-            peer = _in_process(spec, flops, seconds, PEER)
-            record = record | {PEER: {k: v for k, v in peer.items() if k not in ("model", "flops")}}
-        return record
+    def ours(spec: str) -> Record:
+        return known.get(spec) or _in_process(spec, flops, seconds)
 
-    with ThreadPoolExecutor(processes) as pool:
-        for record in pool.map(one, specs):
-            known[record["model"]] = record
-            say(f"{_verdict(record)} {record['model']} {record.get('why', '')}")
-            write_json(
-                out,
-                {"kind": "hap-zoo", "format": 2, "flops": flops, "limit_seconds": seconds, "processes": processes}
-                | {"models": list(known.values()), "versions": _versions()}
-                | provenance(),
-            )
+    def with_peer(spec: str) -> Record:
+        record = known[spec]
+        if PEER in record:
+            return record
+        peer = _in_process(spec, flops, seconds, PEER)
+        return record | {PEER: {k: v for k, v in peer.items() if k not in ("model", "flops")}}
+
+    for work in (ours, with_peer) if _has_peer() else (ours,):
+        with ThreadPoolExecutor(processes) as pool:
+            for done in as_completed([pool.submit(work, spec) for spec in specs]):
+                record = done.result()
+                known[record["model"]] = record
+                say(f"{_verdict(record)} {record['model']} {record.get('why', '')}")
+                write_json(
+                    out,
+                    {"kind": "hap-zoo", "format": 2, "flops": flops, "limit_seconds": seconds, "processes": processes}
+                    | {
+                        "models": [known[s] for s in dict.fromkeys((*specs, *known)) if s in known],
+                        "versions": _versions(),
+                    }
+                    | provenance(),
+                )
     return [known[s] for s in specs]
 
 
