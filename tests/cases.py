@@ -664,7 +664,7 @@ def decomposed_positions() -> Any:
 
     def run(m: Any, x: Tensor) -> Tensor:
         q, k, v = m.qkv(x).reshape(2, 6, 3, -1, 4).permute(2, 0, 3, 1, 4).unbind(0)
-        scores = q @ k.transpose(-1, -2) + torch.einsum("bhqc,qkc->bhqk", q, m.table)
+        scores = q @ k.mT + torch.einsum("bhqc,qkc->bhqk", q, m.table)
         return m.head((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     table = nn.Parameter(torch.randn(6, 6, 4))

@@ -15,16 +15,16 @@ POINTWISE = _names("""
 """Besides those that torch itself tags as pointwise."""
 
 STRUCTURAL = _names("""
-    cat channel_shuffle chunk concat constant_pad_nd expand expand_as flatten flip movedim narrow numpy_T pad permute
-    pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape reshape_as roll select slice split split_with_sizes
-    squeeze stack swapaxes t tile transpose unbind unflatten unsafe_chunk unsafe_split unsafe_split_with_sizes
-    _unsafe_view unsqueeze view view_as
+    adjoint cat channel_shuffle chunk concat constant_pad_nd expand expand_as flatten flip mH mT moveaxis movedim narrow
+    numpy_T pad permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape reshape_as roll select slice
+    split split_with_sizes squeeze stack swapaxes swapdims t tile transpose unbind unflatten unsafe_chunk unsafe_split
+    unsafe_split_with_sizes _unsafe_view unsqueeze view view_as
 """)
 """Move elements without computing: they can run on labels."""
 
 MOVING = _names("""
-    chunk movedim narrow numpy_T permute slice split split_with_sizes squeeze swapaxes t transpose unsafe_chunk
-    unsafe_split unsafe_split_with_sizes unsqueeze
+    chunk mT moveaxis movedim narrow numpy_T permute slice split split_with_sizes squeeze swapaxes swapdims t transpose
+    unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
 """)
 """Make a view of a parameter that has parts of its axes, in some order."""
 
@@ -32,7 +32,9 @@ UNCHANGED = _names("alias clone contiguous detach to _to_copy")
 
 PARTS = _names("chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes")
 
-SIZED = STRUCTURAL - _names("cat concat flatten flip movedim permute squeeze stack swapaxes t transpose unsqueeze")
+SIZED = STRUCTURAL - _names("""
+    adjoint cat concat flatten flip mH mT moveaxis movedim permute squeeze stack swapaxes swapdims t transpose unsqueeze
+""")
 """Those that may have sizes among their arguments, which a forward may have hard-coded."""
 
 POOLING = _names("""

@@ -286,14 +286,16 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
 def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
     """What the operator makes of labels in place of values. They are expanded, not written out, wherever that will do.
 
-    A concatenation writes out its result, so other axes than its own stay short where no operand varies along them.
+    A concatenation writes out its result, so other axes than its own stay short where no operand varies along them. So
+    do those along which elements are rolled.
     """
     known = [a for a in node.all_input_nodes if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor)]
     labels = {a: tracer.labels(a) for a in known}
     shapes = {a: list(shape_of(a)) for a in known}
-    if short_name(node) in ("cat", "concat", "stack", "roll"):
-        touched = _touched(node, len(shapes[known[0]]))
-        for d in (d for d in range(len(shapes[known[0]])) if d not in touched):
+    if short_name(node) in ("cat", "concat", "flip", "roll", "stack"):
+        ndim = len(shapes[known[0]])
+        along = arguments(node)["dim"] % ndim if short_name(node) in ("cat", "concat") else None
+        for d in (d for d in range(ndim) if d != along):
             if len({len(s) for s in shapes.values()}) == 1 and all(x.shape[d] == 1 for x in labels.values()):
                 for shape in shapes.values():
                     shape[d] = min(shape[d], 1)
@@ -312,14 +314,6 @@ def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
         return call(written_out=False)
     except RuntimeError:  # such as a view across axes of which one is expanded
         return call(written_out=True)
-
-
-def _touched(node: fx.Node, ndim: int) -> set[int]:
-    """The axes along which a concatenation or a roll works. A stack has an axis of its own."""
-    if short_name(node) == "stack":
-        return set()
-    dims = arguments(node)["dims" if short_name(node) == "roll" else "dim"]
-    return {d % ndim for d in ([dims] if isinstance(dims, int) else dims)} or set(range(ndim))
 
 
 def padding(tracer: Tracer, node: fx.Node) -> Any:

@@ -1,0 +1,115 @@
+"""Trials take few runs, and tracing little memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hap
+from hap import surgery, trials
+from hap.capturing import capture
+from hap.tracing import Tracer
+
+
+class Heads(nn.Module):
+    """Attention over the whole of its input, with an attribute that counts heads and one that is as long by chance."""
+
+    def __init__(self, heads: int, fixed: bool = False):
+        super().__init__()
+        self.heads, self.unrelated, self.fixed = heads, heads, fixed
+        self.norm, self.qkv, self.out = nn.LayerNorm(24), nn.Linear(24, 24 * 3), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = 6 if self.fixed else self.heads
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, heads, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 60), nn.Linear(60, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[int]:
+    """A list that grows with every call of a function."""
+    calls, function = [], getattr(place, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, counted)
+    return calls
+
+
+def followers(groups: hap.Groups) -> set[tuple[str, str]]:
+    """Attributes that trials found."""
+    return {(x.module, x.attribute) for x in groups.lengths if x.attribute != "normalized_shape"}
+
+
+def example() -> Tensor:
+    return torch.randn(1, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_looked_into() -> None:
+    blocks = nn.Sequential(*[layer for _ in range(12) for layer in (Heads(6), Hidden())])
+    parts = {"blocks": blocks, "pool": Heads(6, fixed=True), "mix": Hidden()}
+    model, x = nn.Sequential(OrderedDict(parts)).double(), example()
+    with FlopCounterMode(display=False) as once:
+        model(x)
+    with FlopCounterMode(display=False) as counter:
+        groups = hap.trace(model, x)
+    assert {f.what for f in groups.frozen if "counts on its size" in f.why} == {"pool.qkv"}
+    assert followers(groups) == {(f"blocks.{i}", "heads") for i in range(0, 24, 2)}
+    assert len(groups) == 25
+    assert counter.get_total_flops() < 5.5 * once.get_total_flops()
+
+
+def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Heads(6), Hidden(), Heads(6), Hidden()).double()
+    references = counting(monkeypatch, surgery, "_masked_outputs")
+    groups = hap.trace(model, example())
+    assert followers(groups) == {("0", "heads"), ("2", "heads")}
+    assert len(references) == 2  # one for each of two rounds
+
+
+def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(surgery.TOLERANCE, torch.float32, 0.0)
+    doubled = counting(monkeypatch, trials, "in_float64")
+    model = nn.Sequential(Heads(6), Hidden(), Heads(6))
+    groups = hap.trace(model, example().float())
+    assert len(doubled) == 1
+    assert not [f for f in groups.frozen if "counts on its size" in f.why]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+class Moving(nn.Module):
+    """Moves channels about without computing anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 64, 1), nn.Conv2d(128, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        windows = y.view(1, -1, 8, 32, 8, 32).permute(0, 2, 4, 3, 5, 1).reshape(64, 1024, -1)
+        back = windows.view(1, 8, 8, 32, 32, -1).permute(0, 5, 1, 3, 2, 4).reshape(1, -1, 256, 256)
+        return self.b(torch.cat([back.roll((3, 3), (2, 3)), y], 1))
+
+
+def test_labels_are_not_written_out_over_space() -> None:
+    model, image = Moving(), torch.zeros(1, 3, 256, 256)
+    tracer = Tracer(model, *capture(model, image), "joint")
+    tracer.run()
+    sizes = [x.untyped_storage().nbytes() for x in tracer.values.values() if isinstance(x, Tensor)]
+    assert max(sizes) <= 128 * 8
+    assert len(hap.trace(model, image)["a"]) == 64
