@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,16 @@ def test_the_lines_of_the_manual() -> None:
     names: dict[str, Any] = {"hap": hap, "model": model, "heads": heads, "scores": scores, "example": example}
     exec(text.partition("```python\n")[2].partition("```")[0], names)
     assert any(names["plan"].implanted.values()) and hap.cost(model, example).macs == names["plan"].after.macs
+
+
+def test_the_manual_shows_what_the_benchmark_measured() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "results" / "heads" / "narrow-mpnet.json").read_text())["rows"]
+    text = (root / "docs" / "heads.md").read_text()
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        kinds.setdefault(json.dumps(row["implant"]), []).append(f"{row['cosine']:.3f}")
+    assert len(kinds) == 5 and all(f"| {' | '.join(cells)} |" in text for cells in kinds.values())
 
 
 def test_says_what_is_missing_or_wrong() -> None:
