@@ -15,7 +15,8 @@ from hap.experiments.zoo_models import HUGGING_FACE, build, suppress
 
 
 def test_a_model_is_measured_and_counts_agree() -> None:
-    record = zoo.measure("hap:resnet20", 0.5)
+    record = zoo.measure("hap:resnet20", 0.5, export=True)
+    assert max(record["exported"].values()) <= 1e-4
     assert record["verified"] and record["macs"][1] <= 0.5 * record["macs"][0]
     assert record["counted"] == [record["params"][1], record["macs"][1]]
     assert set(record["seconds"]) == {"export", "trace", "plan", "apply"}
@@ -50,14 +51,16 @@ def test_a_sweep_keeps_reasons_and_does_nothing_twice(tmp_path: Path, monkeypatc
 
     def pretend(spec: str, flops: float, seconds: float, tool: str = "hap") -> zoo.Record:
         asked.append((spec, tool))
-        return {"model": spec, "flops": flops, "verified": spec == "hap:a", "why": "no such thing"}
+        found = {"exported": {".pt2": 0.0}} if tool == "exported" else {}
+        return {"model": spec, "flops": flops, "verified": spec == "hap:a", "why": "no such thing"} | found
 
     monkeypatch.setattr(zoo, "_in_process", pretend)
     monkeypatch.setattr(zoo, "_has_peer", lambda: False)
     out = tmp_path / "zoo.json"
     zoo.sweep(["hap:a", "hap:b"], out, say=lambda _: None)
     records = zoo.sweep(["hap:a", "hap:b", "hap:c"], out, say=lambda _: None)
-    assert asked == [("hap:a", "hap"), ("hap:b", "hap"), ("hap:c", "hap")]
+    assert asked[:4] == [("hap:a", "hap"), ("hap:b", "hap"), ("hap:a", "exported"), ("hap:c", "hap")]
+    assert len(asked) == 4  # what failed is not exported
     assert [r["verified"] for r in records] == [True, False, False]
     assert [r["model"] for r in json.loads(out.read_text())["models"]] == ["hap:a", "hap:b", "hap:c"]
 

@@ -35,6 +35,7 @@ from hap.provenance import provenance
 
 Record = dict[str, Any]
 PEER = "torch_pruning"
+EXPORT = "exported"
 
 
 _WAYS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Groups]]] = {
@@ -44,12 +45,12 @@ _WAYS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Groups]]] = {
 }
 
 
-def measure(spec: str, flops: float, say: Callable[[Record], None] = lambda record: None) -> Record:
+def measure(spec: str, flops: float, export: bool = False) -> Record:
     """Prune one model by magnitude to a share of its FLOPs, checked by running it; seconds are of one thread.
 
     A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
-    the graph that hap.rewrite makes of it, or else with its residual stream. What is known before the pruned model is
-    exported goes to `say` too.
+    the graph that hap.rewrite makes of it, or else with its residual stream. With `export`, it also says how equal the
+    pruned model's outputs are after export.
     """
     torch.set_num_threads(1)
     model, example = build(spec)
@@ -97,8 +98,7 @@ def measure(spec: str, flops: float, say: Callable[[Record], None] = lambda reco
     except Exception as error:  # whatever a foreign model raises is the record's reason
         record |= {"verified": False, "why": f"{type(error).__name__}: {str(error).strip()}"[:400]}
     record["seconds"] = seconds
-    say(record)
-    if record["verified"]:
+    if export and record["verified"]:
         record["exported"] = exported(subject, inputs)
         if any(isinstance(gap, str) for gap in record["exported"].values()):  # is it the pruning, or the model?
             dense, example = build(spec)
@@ -150,7 +150,7 @@ def _outline(outputs: Any) -> Any:
 
 def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,
           retry: bool = False, say: Callable[[str], None] = print) -> list[Record]:  # fmt: skip
-    """Measure every model in a process of its own, then torch-pruning on each in another where that is installed.
+    """Measure every model in a process of its own; then torch-pruning on each, where that is installed; then export.
 
     What is in `out` already is not done again; with `retry`, what failed there is.
     """
@@ -166,7 +166,14 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
         peer = _in_process(spec, flops, seconds, PEER)
         return record | {PEER: {k: v for k, v in peer.items() if k not in ("model", "flops")}}
 
-    for work in (ours, with_peer) if _has_peer() else (ours,):
+    def with_export(spec: str) -> Record:
+        record = known[spec]
+        if EXPORT in record or not record["verified"]:
+            return record
+        found = _in_process(spec, flops, seconds, EXPORT)
+        return record | {EXPORT: found.get("why"), **{k: v for k, v in found.items() if k.startswith(EXPORT)}}
+
+    for work in (ours, with_peer, with_export) if _has_peer() else (ours, with_export):
         with ThreadPoolExecutor(processes) as pool:
             for done in as_completed([pool.submit(work, spec) for spec in specs]):
                 record = done.result()
@@ -215,10 +222,8 @@ def _in_process(spec: str, flops: float, seconds: float, tool: str = "hap") -> R
         run = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-    except subprocess.TimeoutExpired as error:
-        late = f"took longer than {seconds:.0f} s"
-        known = (error.stdout or b"").decode().strip().splitlines()  # bytes, whatever was asked for
-        return json.loads(known[-1]) | {"exported": late} if known else record | {"why": late}
+    except subprocess.TimeoutExpired:
+        return record | {"why": f"took longer than {seconds:.0f} s"}
     lines = run.stdout.strip().splitlines()
     if run.returncode or not lines:
         return record | {"why": (run.stderr.strip().splitlines() or ["no output"])[-1][:400]}
@@ -231,7 +236,7 @@ def main(spec: str, flops: str, tool: str) -> None:
         torch.set_num_threads(1)
         record = measure_peer(lambda: build(spec), float(flops))
     else:
-        record = measure(spec, float(flops), lambda known: print(json.dumps(known), flush=True))
+        record = measure(spec, float(flops), export=tool == EXPORT)
     print(json.dumps(record))
 
 
