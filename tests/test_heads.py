@@ -69,6 +69,51 @@ def test_heads_and_neurons_are_told_from_the_rest(encoder: Any) -> None:
     assert "pooler" in groups and {len(groups[n]) for n in hap.heads(groups)} == {4}
 
 
+class Normed(Encoder):
+    """Queries and keys are normed head by head: by torch's norms, or by hand with the weight first, as is common."""
+
+    def __init__(self, norm: str, widths: tuple[int, ...] = (2, 2)):
+        super().__init__()
+        self.norm, self.widths = norm, widths
+        self.norms = nn.ModuleList(getattr(nn, norm, nn.RMSNorm)(w) for w in widths)
+
+    def normed(self, x: Tensor, layer: int) -> Tensor:
+        norm = self.norms[layer]
+        return norm.weight * (x / (x.square().mean(-1, True) + 0.1).sqrt()) if self.norm == "by hand" else norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            q, k, v = (layer[n](x).unflatten(-1, (-1, self.widths[i])).transpose(1, 2) for n in "qkv")
+            q, k = self.normed(q, i), self.normed(k, i)
+            x = x + layer["o"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.classifier(x[:, 0])
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.double().eval().parameters():
+        parameter.data = torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm", "by hand"])
+def test_heads_go_whole_where_each_is_normed(norm: str) -> None:
+    model, x = drawn(Normed(norm)), torch.randn(2, 5, 8, dtype=torch.float64)
+    groups = hap.trace(model, x)
+    names = [f"layers.{i}.q" for i in range(2)]
+    assert hap.heads(groups) == names and [len(groups[n]) for n in names] == [4, 4]
+    plan = hap.draft(groups, {names[0]: [1], names[1]: [0, 2, 3]})
+    pruned = hap.apply_(copy.deepcopy(model), plan, x)
+    assert pruned.layers[1]["k"].weight.shape == (2, 8) and pruned.norms[1].weight.shape == (2,)
+    assert gap(run(pruned, x), reference(model, groups, plan, pruned, x)) <= 1e-10
+
+
+def test_a_layer_of_one_head_does_not_speak_for_the_others() -> None:
+    model, x = drawn(Normed("by hand", (8, 2))), torch.randn(2, 5, 8, dtype=torch.float64)
+    groups = hap.trace(model, x)
+    assert hap.heads(groups) == ["layers.1.q"] and "layers.0.q" not in groups
+
+
 def test_convolutional_networks_have_no_heads() -> None:
     groups = hap.trace(*next(iter(CASES.values()))())
     assert hap.heads(groups) == []

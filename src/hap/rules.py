@@ -209,6 +209,8 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
     for labels, shape in sides[1:]:
         if _has_say(result, shape) and _has_say(labels, known):
             first, second = torch.broadcast_tensors(result, labels)
+            if not _lacks_axis(shape, result) and _lacks_axis(known, labels):
+                first, second = second, first  # the one that knows more of the axes speaks for both
             together = compress(torch.where(first != 0, first, second))
             if _lacks_axis(shape, result):
                 tracer.partial.append((result.numpy(), labels.numpy(), [d for d, size in enumerate(shape) if size > 1]))

@@ -120,10 +120,12 @@ class Trial:
         return self.failed is not None and any(w.startswith(f"{self.failed}.") for w in weights)
 
     def _kinds(self, names: list[str]) -> list[list[str]]:
-        """Groups by kind, those that few attributes count first."""
-        kinds: dict[str, list[str]] = {}
+        """Groups by kind, those that few attributes count first. Heads are another kind than the rows of one head."""
+        kinds: dict[tuple[str, bool], list[str]] = {}
         for name in names:
-            kinds.setdefault(_kind_of(name), []).append(name)
+            first = self.groups[name].producers[0]
+            whole = len(self.groups.axes[first.weight, first.dim]) == len(self.groups[name])
+            kinds.setdefault((_kind_of(name), whole), []).append(name)
         return sorted(kinds.values(), key=lambda kin: len(self._counting(kin[0])))
 
     def _be_precise(self, outputs: list[Any]) -> None:

@@ -240,7 +240,7 @@ def resnet56(page: Page) -> str:
     text = """Channels go in the order of their sensitivity, found exactly. It is lowest in late layers, where a channel
 has many parameters and few FLOPs: at the paper's FLOPs, far fewer parameters are left than in the paper. "3 probes"
 estimates it by as many probes as the public code takes unless told otherwise, which leaves about the paper's shares of
-both (see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and FLOPs together."""
+both (see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and in FLOPs."""
     picture = _picture(page, "resnet56", "ResNet56: accuracy against FLOPs left")
     return "\n\n".join(
         part for part in ("## ResNet56, protocol paper", command("resnet56"), text, result_table(rows), picture) if part
