@@ -1,6 +1,7 @@
 """score: every criterion against its definition, and the model left as found."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import exact
 import hap
 from cases import CASES, Net, conv, conv_bn_relu, images, pooled, randomise
 from checks import assert_unchanged, random_plan, snapshot, traced
+from hap.scoring.affine import affine_norms
 
 SIZES = (3, 5, 2)  # batches of unequal size
 LOSSES = {
@@ -557,3 +559,19 @@ def test_a_compiled_model_scores_like_the_plain_one() -> None:
     scores = hap.score(wrapped, hap.trace(wrapped, batches[0][0]), batches, loss)
     assert scores.about["method"] == "exact"
     assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(scores.values(), plain.values(), strict=True))
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_norms_that_are_not_scored_are_products_with_constants(scored: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    model(x)
+    expected = model.eval()(x)
+    weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 or (scored and n == "1.weight")}
+    with affine_norms(SimpleNamespace(model=model, weights=weights)):  # type: ignore[arg-type]
+        assert len(model[1]._forward_hooks) == (0 if scored else 1)
+        found = model(x)
+    assert not model[1]._forward_hooks
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert bool(torch.autograd.grad(found.sum(), model[1].weight, allow_unused=True)[0] is None) != scored

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap import distributed
 from hap.errors import HapError
+from hap.scoring.affine import affine_norms
 from hap.scoring.base import Batch, Problem, samples
 from hap.scoring.memory import CPU_GRADIENTS, Pieces, budget, held_by_graph
 
@@ -49,7 +50,9 @@ class Hessian:
         weights = list(self.weights.values())
         try:
             # fused attention has no second derivative
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), held_by_graph() as held:
+            with (
+                torch.enable_grad(), affine_norms(self.problem), sdpa_kernel(SDPBackend.MATH), held_by_graph() as held
+            ):  # fmt: skip
                 _, loss = self.problem.evaluate(self.weights, batch)
                 gradients = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
         except torch.OutOfMemoryError as error:

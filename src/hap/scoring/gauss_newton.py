@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from hap import distributed
+from hap.scoring.affine import affine_norms
 from hap.scoring.base import Batch, Problem, samples
 from hap.scoring.memory import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.scoring.outputs import OutputCurvature, output_curvature
@@ -185,29 +185,12 @@ def tapped(problem: Problem, see: See) -> Iterator[Tensor]:
             return tapped
 
         hooks.append(modules[name.rpartition(".")[0]].register_forward_hook(tap, prepend=True))
-    fixed = [m for m in modules.values() if isinstance(m, _BatchNorm) and type(m).forward is _BatchNorm.forward]
-    hooks += [m.register_forward_hook(_as_affine, prepend=True) for m in fixed]
     try:
-        yield anchor
+        with affine_norms(problem):
+            yield anchor
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _as_affine(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """BatchNorm in eval mode as one multiply-add, whose graph keeps no activations and whose backward is one product.
-
-    Under vmap the backward pass of the operator itself would lay its gradients out anew, there and back.
-    """
-    assert isinstance(module, _BatchNorm)
-    if module.running_mean is None or module.running_var is None or module.training:
-        return output
-    scale = (module.running_var + module.eps).rsqrt()
-    scale = scale if module.weight is None else scale * module.weight.detach()
-    shift = -module.running_mean * scale
-    shift = shift if module.bias is None else shift + module.bias.detach()
-    shape = (1, -1) + (1,) * (output.ndim - 2)
-    return args[0] * scale.view(shape).to(output.dtype) + shift.view(shape).to(output.dtype)
 
 
 def _backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:

@@ -63,16 +63,13 @@ class RowNorms:
         m = self.module
         if not isinstance(m, nn.Conv2d):
             return x.reshape(len(x), 1, -1, x.shape[-1]).transpose(2, 3)
-        padding: tuple[int, ...] | int = 0
-        if isinstance(m.padding, str) or m.padding_mode != "zeros":
-            mode = "constant" if m.padding_mode == "zeros" else m.padding_mode
-            x = F.pad(x, m._reversed_padding_repeated_twice, mode)
-        else:
-            padding = m.padding
         if _is_pointwise(m):
             columns = x[:, :, :: m.stride[0], :: m.stride[1]].flatten(2)
         else:
-            columns = F.unfold(x, m.kernel_size, m.dilation, padding, m.stride)
+            x = F.pad(
+                x, m._reversed_padding_repeated_twice, "constant" if m.padding_mode == "zeros" else m.padding_mode
+            )
+            columns = _unfolded(x, m)
         return columns.unflatten(1, (m.groups, -1))
 
     def _by_vmap(self, gradient: Tensor) -> Tensor:
@@ -98,6 +95,19 @@ def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def _gram_is_cheaper(rows: int, patch: int, length: int) -> bool:
     return patch * length + rows * length < rows * patch
+
+
+def _unfolded(x: Tensor, module: nn.Conv2d) -> Tensor:
+    """As F.unfold without padding, which on a GPU starts a kernel for every sample. This is one copy."""
+    count, channels, *sides = x.shape
+    down, right = x.stride()[2:]
+    kernel, dilation, stride = module.kernel_size, module.dilation, module.stride
+    length = [(n - d * (k - 1) - 1) // s + 1 for n, k, d, s in zip(sides, kernel, dilation, stride, strict=True)]
+    view = x.as_strided(
+        (count, channels, *kernel, *length),
+        (*x.stride()[:2], down * dilation[0], right * dilation[1], down * stride[0], right * stride[1]),
+    )
+    return view.reshape(count, channels * kernel[0] * kernel[1], -1)
 
 
 def _is_pointwise(module: nn.Conv2d) -> bool:
