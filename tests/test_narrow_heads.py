@@ -335,3 +335,18 @@ def test_layers_that_are_not_called_keep_the_width_of_their_heads() -> None:
     model, x = Block().eval(), torch.randn(2, 5, 16)
     groups = hap.trace(model, x)
     assert len(hap.heads(groups)) == 1 and hap.narrowable(model, groups, x).spaces == ()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_changed(verify: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), nn.Linear(3, 12), Attention()).double().eval()
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    groups = hap.narrowable(model, hap.trace(model, x), x)
+    plan = hap.draft(groups, {}, {name: [1] for name in hap.heads(groups)}, hap.NarrowHeads())
+    model[2].v.weight.data[4:8] = float("nan")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(hap.HapError, match=r"2\.v\.weight holds values that are not finite"):
+        hap.apply_(model, plan, x, verify=verify)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)

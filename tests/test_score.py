@@ -575,3 +575,22 @@ def test_norms_that_are_not_scored_are_products_with_constants(scored: bool) -> 
     assert not model[1]._forward_hooks
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert bool(torch.autograd.grad(found.sum(), model[1].weight, allow_unused=True)[0] is None) != scored
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.norm(input=self.a(x))))
+
+
+def test_norms_called_by_keyword_are_scored_too() -> None:
+    torch.manual_seed(0)
+    model = ByKeyword().double().eval()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 2, (6,))
+    groups = hap.trace(model, x)
+    many, exact = (hap.score(model, groups, [(x, y)], F.cross_entropy, hap.HessianTrace(method=m, **o))["a"]
+                   for m, o in (("hutchinson", {"probes": 3000}), ("exact", {})))  # fmt: skip
+    torch.testing.assert_close(many, exact, rtol=0.2, atol=1e-3)

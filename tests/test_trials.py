@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap import surgery, trials
+from hap import comparing, surgery, trials
 from hap.capturing import capture
 from hap.tracing import Tracer
 
@@ -83,7 +83,7 @@ def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pyte
 
 
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(surgery.TOLERANCE, torch.float32, 0.0)
+    monkeypatch.setitem(comparing.TOLERANCE, torch.float32, 0.0)
     doubled = counting(monkeypatch, trials, "in_float64")
     model = nn.Sequential(Heads(6), Hidden(), Heads(6))
     groups = hap.trace(model, example().float())

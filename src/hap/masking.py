@@ -57,6 +57,8 @@ def pruned_form(model: nn.Module, plan: Plan, example: object = None) -> nn.Modu
 
     What implants have learnt stands at the centres of their kernels. Raises HapError if anything but zeros would go.
     """
+    if not trains_alike(plan):
+        raise HapError("this plan does not leave a network that trains alike in its dense shape; see hap.masking")
     centred = replace(plan.implant, init="center") if isinstance(plan.implant, Pointwise) else None
     pruned = apply_(copy.deepcopy(model), replace(plan, implant=centred), example)
     back, parameters = _spread(pruned, plan, model), dict(model.named_parameters())

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from hap.blocks import heads
+from hap.comparing import example_in_float64, outputs
 from hap.errors import HapError
 from hap.examples import run
 from hap.groups import Group, Groups, Slice, Space
-from hap.turning import changes, in_double, outputs
+from hap.turning import changes
 
 Widths = dict[str, list[tuple[int, int]]]
 
@@ -136,7 +137,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, example: Any, shapes: Sequence[_Shape]):
         self.model = copy.deepcopy(model).double()
-        self.example = in_double(example)
+        self.example = example_in_float64(example)
         tensors = dict(self.model.named_parameters())
         generator = torch.Generator().manual_seed(0)
         slices = {s for shape in shapes for own in (*shape.computed, *shape.read) for s in own}

@@ -363,6 +363,7 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
         if node.users:
             tracer.spanned.append(np.unique(labels.numpy()))
             tracer.normed.append(np.unique(labels.numpy()))
+            tracer.averaged.append(np.unique(labels.numpy()))
         labels = torch.zeros([1] * labels.ndim, dtype=torch.int64)
     several = isinstance(value, list | tuple)
     if (value[0] if several else value).ndim != labels.ndim:
@@ -371,9 +372,12 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def _averages(node: fx.Node) -> bool:
-    """Whether a reduction is as good over fewer, as that of a norm is. Where the largest one stands is not."""
+    """Whether a reduction is as good over fewer, as that of a norm is. Where the largest one stands is not, nor is the
+    spread around a mean that is estimated: there is none of one value."""
     places = any(user.args[1] != 0 and user.users for user in node.users if schema_name(user) == "getitem")
-    return short_name(node) in AVERAGES and not places
+    given, spread = arguments(node), short_name(node) in ("std", "var")
+    estimated = spread and given.get("correction", given.get("unbiased", True)) not in (0, False)
+    return short_name(node) in AVERAGES and not places and not estimated
 
 
 def softmax(tracer: Tracer, node: fx.Node) -> Any:

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.utils import _pytree as pytree
 
 from hap.calibration import pointwise_fits
+from hap.comparing import VALUES, difference, in_float64, is_float32, outputs
 from hap.errors import HapError
-from hap.examples import imagine, run
+from hap.examples import imagine
 from hap.fewer_heads import FewerHeads
 from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
 from hap.plans import Cut, Graft, Narrow, Plan, Widen
 from hap.turning import turned
 from hap.zeros import SkippingZeros, Sparse
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def apply_(
@@ -348,7 +346,6 @@ def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
 # ---- the executed check -------------------------------------------------------------------------------------
 
 REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
-VALUES = "the value of output"
 LARGE = 1 << 14
 """Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
 
@@ -368,7 +365,7 @@ def check_by_running(
     problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted)
     if problem and problem.startswith(VALUES):  # rounding, or a real difference? Float64 without short cuts tells.
         exact, again = model, example
-        if _is_float32(model):
+        if is_float32(model):
             exact, again = in_float64(model, example)
             implants = {k: copy.deepcopy(v).double() for k, v in implants.items()}
         problem, wanted = _compare(exact, plan, implants, again, base, cut_tensors(exact, plan), skip=False)
@@ -377,30 +374,22 @@ def check_by_running(
     return wanted
 
 
-def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """Copies of both."""
-
-    def double(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return copy.deepcopy(model).double(), pytree.tree_map(double, example)
-
-
 def _compare(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
     shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True,
 ) -> tuple[str | None, list[Any]]:  # fmt: skip
     """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
-        pruned = _variant(model, shorter)
+        # a forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart
+        pruned = _variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
         _follow(pruned, plan, copy.deepcopy(implants))
-        seen = _outputs(pruned, example)
+        seen = outputs(pruned, example)
     except Exception as error:
         reason = (str(error).strip() or "?").splitlines()[0]
         raise HapError(f"{REFUSED}: its forward fails with {type(error).__name__}: {reason}") from error
     if wanted is None:
         wanted = _masked_outputs(model, plan, implants, example, base, shorter, skip)
-    return _difference(wanted, seen, plan.exact), wanted
+    return difference(wanted, seen, plan.exact), wanted
 
 
 def _masked_outputs(
@@ -436,7 +425,7 @@ def _masked_outputs(
         if implant.bias_values is not None:
             modules[graft.module].bias.data[rows] = implant.bias_values.detach()
     with SkippingZeros(sparse) if sparse else nullcontext():
-        return _outputs(masked, example)
+        return outputs(masked, example)
 
 
 def _by_name(plan: Plan | None) -> dict[str, dict[int, Cut]]:
@@ -499,30 +488,3 @@ def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Tens
         nearly = 1e-12 if "parametrizations." in mask.name else 0.0  # a row of zeros has no direction to keep
         tensor.index_fill_(dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nearly)
     return tensor
-
-
-def _outputs(model: nn.Module, example: Any) -> list[Any]:
-    return pytree.tree_leaves(run(model, example))
-
-
-def _difference(wanted: list[Any], seen: list[Any], exact: bool) -> str | None:
-    if len(wanted) != len(seen):
-        return f"it returns {len(seen)} values instead of {len(wanted)}"
-    for i, (a, b) in enumerate(zip(wanted, seen, strict=True)):
-        if not isinstance(a, Tensor):
-            continue
-        if a.shape != b.shape:
-            return f"output {i} has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
-        if a.is_floating_point() and exact:
-            finite = a.isfinite()
-            if not torch.equal(finite, b.isfinite()):
-                return f"{VALUES} {i} is not finite in other places"
-            gap = float((a - b)[finite].abs().max()) if finite.any() else 0.0
-            allowed = TOLERANCE.get(a.dtype, 1e-5) * (float(a[finite].abs().max()) if finite.any() else 0.0)
-            if gap > allowed:
-                return f"{VALUES} {i} is off by {gap:.3g} (allowed {allowed:.3g})"
-    return None
-
-
-def _is_float32(model: nn.Module) -> bool:
-    return all(p.dtype == torch.float32 for p in model.parameters())

@@ -103,6 +103,7 @@ class Tracer:
         self.spanned: list[Ints] = []
         self.summed: list[Ints] = []
         self.normed: list[Ints] = []
+        self.averaged: list[Ints] = []
         self.partial: list[tuple[Ints, Ints, list[int]]] = []
         self.sized: list[Ints] = []
         self.shaped: list[tuple[str, Tensor, int | None]] = []
@@ -307,6 +308,8 @@ class Tracer:
     def settle(self, example: Any, ignore: Sequence[str], stream: bool) -> Groups:
         """The groups without those to `ignore` and, unless `stream` asks for it, without the residual stream."""
         groups = self.finish(example)
+        if self._leave_averaged():
+            groups = self.finish(example)
         if not stream and self._leave_stream(groups):
             groups = self.finish(example)
         if ignored := groups.matching(ignore, "ignore"):
@@ -314,6 +317,14 @@ class Tracer:
                 self.freeze(groups[name].classes, name, "left alone as asked")
             groups = self.finish(example)
         return groups
+
+    def _leave_averaged(self) -> bool:
+        """Freeze what is averaged over and also reshaped by size. Values change with an average, so that no run could
+        tell whether the sizes are right."""
+        averaged = self.root[np.concatenate([np.zeros(1, np.int64), *self.averaged])]
+        doubtful = np.intersect1d(averaged, self.sized_classes())
+        self.freeze(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
+        return len(doubtful) > 0
 
     def _leave_stream(self, groups: Groups) -> bool:
         """Freeze what branches add up to and a norm averages over; True if there is such a thing."""

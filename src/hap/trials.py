@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hap.comparing import in_float64
 from hap.groups import Groups, Ints, Length
 from hap.plans import draft
-from hap.surgery import check_by_running, in_float64
+from hap.surgery import check_by_running
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from hap.comparing import difference, in_float64, is_float32, outputs
 from hap.errors import HapError
-from hap.examples import run
 from hap.groups import Slice, Space
 
 CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-6}
@@ -40,13 +38,14 @@ def turned(model: nn.Module, spaces: Sequence[Space], example: Any = None) -> It
 
 def _check(model: nn.Module, spaces: Sequence[Space], example: Any) -> None:
     problem = changes(model, spaces, example)
-    if problem and all(p.dtype == torch.float32 for p in model.parameters()):  # by rounding? Float64 tells.
-        problem = changes(copy.deepcopy(model).double(), spaces, in_double(example))
+    if problem and is_float32(model):  # by rounding? Float64 tells.
+        exact, again = in_float64(model, example)
+        problem = changes(exact, spaces, again)
     if problem:
         raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
 
 
-def changes(model: nn.Module, spaces: Sequence[Space], example: Any, wanted: list[Tensor] | None = None) -> str | None:
+def changes(model: nn.Module, spaces: Sequence[Space], example: Any, wanted: list[Any] | None = None) -> str | None:
     """What turning these heads changes in the outputs, in words. The model is left as it was.
 
     `wanted` are its outputs, where they are known.
@@ -54,18 +53,23 @@ def changes(model: nn.Module, spaces: Sequence[Space], example: Any, wanted: lis
     wanted = outputs(model, example) if wanted is None else wanted
     before = turn_(model, spaces)
     try:
-        return difference(wanted, outputs(model, example))
+        return difference(wanted, outputs(model, example), tolerance=CLOSE)
     finally:
         put_back_(model, before)
 
 
 @torch.no_grad()
 def turn_(model: nn.Module, spaces: Sequence[Space]) -> dict[str, Tensor]:
-    """Write the factors of each product by singular values, the largest first; returns what the tensors were."""
+    """Write the factors of each product by singular values, the largest first; returns what the tensors were.
+
+    HapError where a weight is not finite; the model is then as it was.
+    """
     tensors = dict(model.named_parameters(remove_duplicate=False))
     parts = [part for s in spaces for part in (*s.left, *s.right)]
     names = {n for part in parts for n in (part.weight, part.bias) if n is not None}
     before = {n: tensors[n].detach().clone() for n in names}
+    if bad := [n for n in sorted(names) if not before[n].isfinite().all()]:
+        raise HapError(f"{bad[0]} holds values that are not finite; heads can be narrowed where all weights are")
     for space in spaces:
         sides = [torch.cat([_matrix(tensors, part) for part in side]) for side in (space.left, space.right)]
         for side, values in zip((space.left, space.right), factors(*sides), strict=True):
@@ -107,24 +111,3 @@ def _write(tensors: dict[str, nn.Parameter], part: Slice, values: Tensor) -> Non
         tensors[part.bias].data[part.start : part.start + part.width] = values[-1]
         values = values[:-1]
     tensors[part.weight].data.narrow(part.dim, part.start, part.width).copy_(values.mT if part.dim == 0 else values)
-
-
-def outputs(model: nn.Module, example: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(run(model, example)) if isinstance(leaf, Tensor)]
-
-
-def difference(wanted: Sequence[Tensor], seen: Sequence[Tensor]) -> str | None:
-    """How outputs differ by more than rounding, in words."""
-    for i, (a, b) in enumerate(zip(wanted, seen, strict=True)):
-        if a.is_floating_point() and (finite := a.isfinite()).any():
-            if not torch.equal(finite, b.isfinite()):
-                return f"output {i} is not finite in other places"
-            off, most = (float(x[finite].abs().max()) for x in (a - b, a))
-            if off > (allowed := CLOSE.get(a.dtype, 1e-5) * most):
-                return f"output {i} is off by {off:.3g} (allowed {allowed:.3g})"
-    return None
-
-
-def in_double(example: Any) -> Any:
-    """The example with its real numbers in float64."""
-    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)

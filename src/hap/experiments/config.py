@@ -12,7 +12,7 @@ from typing import Any
 
 from hap import recipes
 from hap.errors import HapError
-from hap.implants import KINDS, Implant, implant_from_dict
+from hap.implants import KINDS, ChannelImplant, Implant, implant_from_dict
 from hap.planning import Budget, Limits
 from hap.recipes import Recipe
 from hap.scoring import Criterion, HessianTrace, as_criterion
@@ -59,8 +59,9 @@ class PruneStep:
         return Limits(per_layer=self.per_layer, round_to=self.round_to, leave=self.leave)
 
     def make_implant(self) -> Implant | None:
-        if self.implant_kind not in KINDS:
-            raise HapError(f"implant kind is {self.implant_kind!r}; expected one of {', '.join(KINDS)}")
+        kinds = [name for name, kind in KINDS.items() if issubclass(kind, ChannelImplant)]
+        if self.implant_kind not in kinds:
+            raise HapError(f"implant kind is {self.implant_kind!r}; expected one of {', '.join(kinds)}")
         if not self.implant:
             return None
         init = {} if self.implant_init is None else {"init": self.implant_init}

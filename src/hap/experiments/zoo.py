@@ -114,8 +114,8 @@ def exported(model: nn.Module, example: Any) -> Record:
     found: Record = {}
 
     def gap(outputs: Sequence[Tensor]) -> float:
-        pairs = zip(wanted, outputs, strict=True)
-        return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-12)) for a, b in pairs if a.numel())
+        pairs = [(a.double(), b.double()) for a, b in zip(wanted, outputs, strict=True) if a.numel()]
+        return float(torch.stack([(a - b).abs().max() / a.abs().max().clamp_min(1e-12) for a, b in pairs]).max())
 
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for ending, outputs in ((".pt2", _program_outputs), (".onnx", _onnx_outputs)):

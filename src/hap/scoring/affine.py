@@ -37,7 +37,7 @@ def affine_norms(problem: Problem) -> Iterator[None]:
 def _as_affine(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Instead of what the layer computed, the same as one multiply-add."""
     assert isinstance(module, _BatchNorm)
-    if module.running_mean is None or module.running_var is None or module.training:
+    if not args or module.running_mean is None or module.running_var is None or module.training:
         return output
     scale = (module.running_var + module.eps).rsqrt()
     scale = scale if module.weight is None else scale * module.weight.detach()

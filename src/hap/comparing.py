@@ -1,0 +1,68 @@
+"""Whether two models return the same on an example."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hap.examples import run
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far outputs may be off by rounding, relative to the largest."""
+VALUES = "the value of output"
+"""How a difference begins that more precision could settle."""
+
+
+def outputs(model: nn.Module, example: Any) -> list[Any]:
+    """Everything that the model returns, in one list."""
+    return pytree.tree_leaves(run(model, example))
+
+
+def difference(
+    wanted: Sequence[Any], seen: Sequence[Any], exact: bool = True, tolerance: Mapping[torch.dtype, float] = TOLERANCE
+) -> str | None:
+    """How outputs differ by more than rounding, in words. Where they are not `exact`, only shapes and NaN tell."""
+    if len(wanted) != len(seen):
+        return f"it returns {len(seen)} values instead of {len(wanted)}"
+    pairs = [(i, a, b) for i, (a, b) in enumerate(zip(wanted, seen, strict=True)) if isinstance(a, Tensor)]
+    for i, a, b in pairs:
+        if a.shape != b.shape:
+            return f"output {i} has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
+        if problem := _off(a, b, exact, tolerance):
+            return f"{VALUES} {i} {problem}"
+    filled = [a for _, a, _ in pairs if a.numel()]
+    if exact and filled and not any(bool(a.isfinite().any()) for a in filled):
+        return "no output is finite on the example, so nothing can be compared"
+    return None
+
+
+def _off(a: Tensor, b: Tensor, exact: bool, tolerance: Mapping[torch.dtype, float]) -> str | None:
+    if not a.is_floating_point():
+        return f"differs in {int((a != b).sum())} places" if exact and not torch.equal(a, b) else None
+    finite = a.isfinite()
+    if bool((finite & ~b.isfinite()).any()) or (exact and not torch.equal(finite, b.isfinite())):
+        return "is not finite in other places"
+    if not exact or not finite.any():
+        return None
+    gap, most = (float(x[finite].abs().max()) for x in (a - b, a))
+    allowed = tolerance.get(a.dtype, 1e-5) * most
+    return f"is off by {gap:.3g} (allowed {allowed:.3g})" if gap > allowed else None
+
+
+def is_float32(model: nn.Module) -> bool:
+    return all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Copies of both."""
+    return copy.deepcopy(model).double(), example_in_float64(example)
+
+
+def example_in_float64(example: Any) -> Any:
+    """The example with its real numbers in float64."""
+    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
