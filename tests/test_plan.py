@@ -307,14 +307,14 @@ def test_drafts_that_make_no_sense_are_refused(removed: dict, implanted: dict, i
 
 
 @pytest.mark.parametrize("per_cost", [False, True])
-def test_several_limits_all_hold(per_cost: bool) -> None:
-    model = hap.models.build("resnet20").eval()
-    groups = hap.trace(model, torch.zeros(1, 3, 32, 32), "union")
-    scores = hap.score(model, groups, None, None, "magnitude")
-    both = hap.plan(groups, scores, hap.Budget(flops=0.4, params=0.3), per_cost=per_cost)
-    assert both.after.macs <= 0.4 * both.before.macs and both.after.params <= 0.3 * both.before.params
-    alone = [hap.plan(groups, scores, b, per_cost=per_cost) for b in (hap.Budget(flops=0.4), hap.Budget(params=0.3))]
-    assert all(both.after.params <= one.after.params or both.after.macs <= one.after.macs for one in alone)
+@pytest.mark.parametrize("name", ["residual", "inception"])
+@both
+def test_several_limits_all_hold_and_are_used_up(name: str, per_cost: bool, coupling: str) -> None:
+    groups = traced(name, coupling)
+    for seed, (flops, params) in enumerate([(0.6, 0.6), (0.5, 0.8), (0.9, 0.5)]):
+        budget = hap.Budget(flops=flops, params=params)
+        plan = hap.plan(groups, random_scores(groups, seed), budget, limits=WIDE, per_cost=per_cost)
+        check_tight(groups, plan, budget)
 
 
 def test_ranking_by_cost_makes_more_of_two_limits() -> None:
