@@ -22,6 +22,7 @@ from hap.experiments.config import PruneStep
 from hap.experiments.sensitivity import Look
 from hap.experiments.starting import BorrowedStep, EigenStep, opened
 from hap.files import write_json
+from hap.training import stacking
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,6 +83,25 @@ def test_a_time_limit_stops_between_epochs_and_the_same_call_goes_on(data: Data,
     again = Folders(folders.results / "b", folders.networks / "b", folders.work / "b")
     work_off(jobs, data, again, say=quiet)
     assert stopped["history"]["loss"] == json.loads(again.result("dense").read_text())["history"]["loss"]
+
+
+def test_results_tell_what_was_stacked(data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacking, "_compiled", lambda network: network)
+    put_dense(folders)
+    one = make_jobs(1)[1]
+    twins = [replace(one, name=f"seed{seed}", recipe=replace(one.recipe, seed=seed)) for seed in range(2)]
+    other = replace(one, name="other", recipe=replace(one.recipe, lr=0.02))
+    work_off([*twins, other], data, folders, Manner(compiled=True, masked_from=0.0), say=quiet)
+    found = [json.loads(folders.result(name).read_text()) for name in ("seed0", "seed1", "other")]
+    assert [(r["side_by_side"], r["stack"], r["compiled"]) for r in found] == [(3, 2, True)] * 2 + [(3, 1, False)]
+
+
+def test_numbers_of_networks_less_than_one_are_refused() -> None:
+    for option in ("--stack", "--together"):
+        found = CliRunner().invoke(app, ["reproduce", "vgg16", "--status", option, "0"])
+        assert found.exit_code == 2 and option in found.output
+    with pytest.raises(hap.HapError, match=r"together is -1; expected .* at least 1"):
+        Manner(together=-1)
 
 
 def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Folders) -> None:

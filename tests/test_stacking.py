@@ -1,5 +1,6 @@
 """Several networks trained as one stack: each as it would be alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from hap import models
 from hap.data import Data, Split
 from hap.errors import HapError
 from hap.recipes import Recipe
-from hap.training import train_many
+from hap.training import History, stacking, train_many
 from hap.training.stacking import stack
 
 RECIPE = Recipe(3, batch=16, lr=0.02, warmup=0.1, eval_every=3)
+RECIPES = [RECIPE, replace(RECIPE, seed=1)]
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +28,26 @@ def noise() -> Data:
 
 
 class Small(nn.Module):
-    """Convolutions plain and in groups, a shortcut, a norm without affine, a head."""
+    """Convolutions plain and in groups, a shortcut, a norm without affine, a head. It may `shuffle` its channels,
+    "always" or in "training", or `view` features with their number fixed."""
 
-    def __init__(self, seed: int, shuffle: bool = False) -> None:
+    def __init__(self, seed: int, shuffle: str = "never", view: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.shuffle = shuffle
+        self.shuffle, self.view = shuffle, view
         self.first = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
         self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
         self.plain = nn.BatchNorm2d(8, affine=False)
+        self.act, self.drop = nn.ReLU(), nn.Dropout(0.0)
         self.head = nn.Linear(8 * 4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.first(x)))
-        x = torch.relu(x + self.plain(self.grouped(x)))
-        x = x.flip(1) if self.shuffle else x
-        return self.head(nn.functional.adaptive_avg_pool2d(x, 2).flatten(1))
+        x = self.act(self.norm(self.first(x)))
+        x = self.act(x + self.plain(self.grouped(x)))
+        x = x.flip(1) if self.shuffle == "always" or (self.shuffle == "training" and self.training) else x
+        x = nn.functional.adaptive_avg_pool2d(x, 2)
+        return self.head(self.drop(x.view(-1, 32) if self.view else x.flatten(1)))
 
 
 def masks_of(seed: int) -> dict[str, Tensor]:
@@ -104,27 +109,170 @@ def test_a_stack_resumes_where_it_stopped(noise: Data, tmp_path: Path) -> None:
         assert all(torch.equal(t, one.state_dict()[name]) for name, t in other.state_dict().items())
 
 
-def test_what_differs_is_not_stacked(noise: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[int] = []
-    plain = stack.__globals__["Stack"].__init__
+def pair(change: Callable[[list[Small]], object] | None = None, **how: object) -> list[Small]:
+    """Two networks after a change to one or both."""
+    networks = [Small(seed, **how) for seed in range(2)]
+    if change is not None:
+        change(networks)
+    return networks
 
-    def noted(self: object, runs: list[object], compiled: bool) -> None:
-        widths.append(len(runs))
-        plain(self, runs, compiled)
 
-    monkeypatch.setattr(stack.__globals__["Stack"], "__init__", noted)
+def stacked(networks: list[nn.Module], data: Data, most: int = 2) -> list[History]:
+    return train_many(networks, data, RECIPES, stack=most, progress=False)
+
+
+def run_steps(network: nn.Module, steps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        network.train()(torch.randn(4, 3, 16, 16, generator=generator))
+
+
+def assert_the_same(found: list[Small], expected: list[Small], tolerance: float = 0.0) -> None:
+    for one, other in zip(found, expected, strict=True):
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, other.state_dict()[name], rtol=tolerance, atol=tolerance)
+
+
+def test_what_differs_is_not_stacked(noise: Data) -> None:
     prelu = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.PReLU(5), nn.AdaptiveAvgPool2d(1), nn.Flatten()) for _ in range(2)]
     networks = [*prelu, Small(0), Small(1), Small(2)]
     recipes = [RECIPE] * 4 + [replace(RECIPE, lr=0.01)]
     histories = train_many(networks, noise, recipes, stack=8, progress=False)
-    assert widths == [2]
+    assert [history.stack for history in histories] == [1, 1, 2, 2, 1]
     assert all(history.epochs == 3 for history in histories)
 
 
-def test_a_network_that_mixes_channels_by_itself_is_refused(noise: Data) -> None:
-    networks = [Small(seed, shuffle=True) for seed in range(2)]
+def double(module: nn.Module, inputs: object, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+APART: dict[str, Callable[[list[Small]], object]] = {
+    "dropout": lambda n: setattr(n[1].drop, "p", 0.5),
+    "momentum of statistics": lambda n: setattr(n[1].norm, "momentum", 0.9),
+    "cumulative statistics": lambda n: [(setattr(m.norm, "momentum", None), run_steps(n[1], 5)) for m in n],
+    "first one frozen": lambda n: n[0].first.requires_grad_(False),
+    "second one frozen": lambda n: n[1].first.requires_grad_(False),
+    "tied tensors": lambda n: [setattr(m.norm, "bias", m.first.bias) for m in n],
+    "one storage": lambda n: [setattr(m.norm.bias, "data", m.first.bias.data) for m in n],
+    "a layer under two names": lambda n: [setattr(m, "again", m.head) for m in n],
+    "activation": lambda n: setattr(n[1], "act", nn.Tanh()),
+    "flag": lambda n: setattr(n[1], "shuffle", "always"),
+    "hooks": lambda n: [m.norm.register_forward_hook(double) for m in n],
+    "hooks of tensors": lambda n: n[1].first.weight.register_hook(lambda grad: 0 * grad),
+}
+
+
+@pytest.mark.parametrize("change", APART.values(), ids=APART.keys())
+def test_models_that_a_stack_cannot_stand_for_run_as_they_are(
+    noise: Data, change: Callable[[list[Small]], object]
+) -> None:
+    alone, found = pair(change), pair(change)
+    stacked(alone, noise, most=1)
+    assert [history.stack for history in stacked(found, noise)] == [1, 1]
+    assert_the_same(found, alone)
+
+
+ALIKE: dict[str, Callable[[list[Small]], object]] = {
+    "frozen alike": lambda n: [m.first.requires_grad_(False) for m in n],
+    "counters that differ": lambda n: run_steps(n[1], 5),
+    "one activation under two names": lambda n: [setattr(m, "again", m.act) for m in n],
+    "not affine": lambda n: [setattr(m, "norm", nn.BatchNorm2d(8, affine=False)) for m in n],
+}
+
+
+@pytest.mark.parametrize("change", ALIKE.values(), ids=ALIKE.keys())
+def test_models_that_differ_in_their_tensors_alone_are_stacked(
+    noise: Data, change: Callable[[list[Small]], object]
+) -> None:
+    alone, found = pair(change), pair(change)
+    stacked(alone, noise, most=1)
+    assert [history.stack for history in stacked(found, noise)] == [2, 2]
+    assert_the_same(found, alone, 1e-4)
+
+
+def test_models_with_dropout_are_stacked(noise: Data) -> None:
+    networks = pair(lambda n: [setattr(m.drop, "p", 0.5) for m in n])
+    assert [history.stack for history in stacked(networks, noise)] == [2, 2]
+    assert [m.drop.p for m in networks] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_a_stack_of_less_than_one_is_refused(noise: Data, most: int) -> None:
+    with pytest.raises(HapError, match=rf"stack is {most}; expected .* 1 for none"):
+        stacked(pair(), noise, most)
+
+
+def clear_heads(networks: list[Small]) -> None:
+    for network in networks:
+        nn.init.zeros_(network.head.weight)
+        nn.init.zeros_(network.head.bias)
+
+
+@pytest.mark.parametrize("shuffle", ["always", "training"])
+@pytest.mark.parametrize("change", [None, clear_heads])
+def test_a_network_that_mixes_channels_by_itself_is_refused(
+    noise: Data, shuffle: str, change: Callable[[list[Small]], object] | None
+) -> None:
     with pytest.raises(HapError, match=r"Small does not compute the same when 2 of it are stacked.*stack=1"):
-        train_many(networks, noise, [RECIPE, RECIPE], stack=2, progress=False)
+        stacked(pair(change, shuffle=shuffle), noise)
+
+
+def test_a_network_that_cannot_run_in_a_stack_is_refused(noise: Data) -> None:
+    with pytest.raises(HapError, match=r"Small cannot be stacked \(.*\): train with stack=1"):
+        stacked(pair(view=True), noise)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_weights_that_are_not_finite_are_named(noise: Data, most: int) -> None:
+    networks = pair(lambda n: n[1].head.weight.data.fill_(float("nan")))
+    with pytest.raises(HapError, match=r"head.weight of model 1 is not finite before training"):
+        stacked(networks, noise, most)
+
+
+def assert_own_tensors(networks: list[Small]) -> None:
+    tensors = [t for network in networks for t in network.state_dict().values()]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+    assert len({t.data_ptr() for t in tensors}) == len(tensors)
+
+
+def test_models_have_tensors_of_their_own_when_another_stack_is_refused(noise: Data) -> None:
+    networks = [*pair(), *pair(shuffle="always")]
+    with pytest.raises(HapError, match="does not compute the same"):
+        train_many(networks, noise, RECIPES * 2, stack=2, progress=False)
+    assert_own_tensors(networks)
+
+
+def test_models_have_tensors_of_their_own_when_sharing_fails(noise: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = stacking.Stack._share
+
+    def failing(self: stacking.Stack, index: int, run: stacking.Run) -> None:
+        share(self, index, run)
+        if index:
+            raise MemoryError
+
+    monkeypatch.setattr(stacking.Stack, "_share", failing)
+    networks = pair()
+    with pytest.raises(MemoryError):
+        stacked(networks, noise)
+    assert_own_tensors(networks)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_gradients_from_before_are_no_part_of_training(noise: Data, most: int) -> None:
+    fresh, used = pair(), pair()
+    for parameter in (p for network in used for p in network.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    stacked(fresh, noise, most)
+    stacked(used, noise, most)
+    assert_the_same(used, fresh)
+    assert all(p.grad is None for network in used for p in network.parameters())
+
+
+def test_histories_tell_what_was_stacked_and_compiled(noise: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacking, "_compiled", lambda network: network)
+    networks = [Small(seed) for seed in range(5)]
+    found = train_many(networks, noise, [RECIPE] * 5, stack=2, compiled=True, progress=False)
+    assert [(h.stack, h.compiled) for h in found] == [(2, True)] * 4 + [(1, False)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -29,8 +29,8 @@ def reproduce(
     render: Annotated[
         bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
     ] = False,
-    together: Annotated[int, typer.Option(help="How many networks to train side by side.")] = 8,
-    stack: Annotated[int, typer.Option(help="How many networks of one shape may run as one network.")] = 8,
+    together: Annotated[int, typer.Option(min=1, help="How many networks to train side by side.")] = 8,
+    stack: Annotated[int, typer.Option(min=1, help="How many networks of one shape may run as one network.")] = 8,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile such stacks.")] = False,
     masked_from: Annotated[
         float, typer.Option(help="Train pruned networks in their dense shape from this share of FLOPs left; 2: never.")

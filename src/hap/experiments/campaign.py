@@ -6,7 +6,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -103,6 +103,10 @@ class Manner:
     compiled: bool = False
     masked_from: float = MASKED_FROM
 
+    def __post_init__(self) -> None:
+        if self.together < 1:
+            raise HapError(f"together is {self.together}; expected how many networks to train at a time, at least 1")
+
 
 DEFAULT = Manner()
 
@@ -162,7 +166,7 @@ def _train(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, se
     for job, trainee, history in zip(jobs, trainees, histories, strict=True):
         say(f"{job.name}: {history.epochs}/{job.recipe.epochs} epochs, test accuracy {history.final_accuracy}")
         if history.epochs == job.recipe.epochs:
-            _record(job, trainee, history, data, folders, replace(manner, together=len(jobs)), revision)
+            _record(job, trainee, history, data, folders, len(jobs), revision)
         done &= history.epochs == job.recipe.epochs
     say(f"{sum(h.images_per_second[-1] for h in histories):.0f} images/s, {len(jobs)} networks side by side")
     return done
@@ -201,7 +205,7 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     return load(folders.network(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
 
 
-def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, manner: Manner,
+def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int,
             revision: str | None) -> None:  # fmt: skip
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
     model = trainee.finished(data)
@@ -222,8 +226,8 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
         "params_left": count.params / dense.params, "macs_left": count.macs / dense.macs,
         "units": _units(plan) if plan else None, "ranks": ranks,
         "trained": trainee.form if job.prune else "dense",
-        "seconds": sum(history.seconds), "side_by_side": manner.together, "stack": manner.stack,
-        "compiled": manner.compiled, "history": history.to_dict(),
+        "seconds": sum(history.seconds), "side_by_side": side_by_side, "stack": history.stack,
+        "compiled": history.compiled, "history": history.to_dict(),
     } | provenance(revision)  # fmt: skip
     about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name, "ranks": ranks}
     save(folders.network(job.name), model.half(), plan, metrics={"accuracy": accuracy}, about=about)

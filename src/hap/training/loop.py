@@ -67,16 +67,20 @@ def train_many(
     stack: int = 1,
     compiled: bool = False,
 ) -> list[History]:
-    """Train independent models side by side on one device, each as `train` would alone.
+    """Train independent models side by side on one device, each as `train` would alone but for what dropout draws.
 
     All recipes need the same batch size and number of epochs. `masks` holds, for each model that has them, 0/1 tensors
     by name of a parameter; where they are 0 the parameter is zero throughout. The state of all models stands in one
     file in `checkpoint_dir`. With `seconds`, training ends, its checkpoint written, after the last epoch expected to
     fit (but after one at least), and the same call goes on from there; `History.epochs` tells.
 
-    Models of one shape whose recipes differ in the seed alone may run as one network with grouped convolutions, up to
-    `stack` of them, which a GPU does faster; `compiled` compiles such stacks. Others run as they are.
+    Up to `stack` models that differ in their weights alone, and whose recipes differ in the seed alone, run as one
+    network with grouped convolutions, which a GPU does faster. It takes networks whose tensors are those of Conv2d,
+    BatchNorm2d and Linear, without hooks; others run as they are. `compiled` compiles stacks and nothing else.
+    `History.stack` and `History.compiled` tell what was done.
     """
+    if stack < 1:
+        raise HapError(f"stack is {stack}; expected how many models may run as one network, 1 for none")
     path = None if checkpoint_dir is None else Path(checkpoint_dir) / "training.safetensors"
     given: list[nn.Module | None] = [None] * len(models) if teachers is None else list(teachers)
     held: list[Masks | None] = [None] * len(models) if masks is None else list(masks)
@@ -113,6 +117,7 @@ def _train(
         updates = stack.enter_context(stacked_runs(runs, 1 if together else stacks, compiled))
         checkpoint = Checkpoint(checkpoint_path, runs, data)
         first, epochs = distributed.agree(checkpoint.restore(), "the epoch to go on from"), recipes[0].epochs
+        _check_weights(runs)
         step = _side_by_side(updates, graphs and device.type == "cuda" and not together)
         shown = progress and distributed.is_first()
         report = stack.enter_context(Report(runs, first, epochs, log_dir if distributed.is_first() else None, shown))
@@ -130,6 +135,7 @@ def _train(
                 break
         for run in runs:
             run.use_average()
+            run.history.stack, run.history.compiled = run.stack, run.compiled
     return [run.history for run in runs]
 
 
@@ -155,6 +161,15 @@ def _run_epoch(runs: list[Run], updates: Sequence[Update], data: Data, step: Ste
         run.history.seconds.append(taken)
         run.history.images_per_second.append(steps * run.size / taken)
         run.history.lr.append(run.recipe.learning_rate((epoch + 1) * steps - 1, run.total))
+
+
+def _check_weights(runs: list[Run]) -> None:
+    """A network that is broken from the start is not one whose learning rate is too high."""
+    for position, run in enumerate(runs):
+        for name, parameter in run.model.named_parameters():
+            if not parameter.isfinite().all():
+                which = f" of model {position}" if len(runs) > 1 else ""
+                raise HapError(f"{name}{which} is not finite before training: expected finite weights to start from")
 
 
 def _check_finite(runs: list[Run], epoch: int) -> None:

@@ -21,7 +21,8 @@ class History:
 
     `loss` is the mean training loss, `lr` the rate of the last step, `accuracy` the share of the test split
     that is right (0 to 1, None where it was not evaluated), `seconds` the time of the training steps, and
-    `images_per_second` this model's share of the throughput.
+    `images_per_second` this model's share of the throughput. For the last call alone, `stack` says of how many models
+    the network was that ran (1: this one by itself), and `compiled` whether it was compiled.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -29,6 +30,8 @@ class History:
     accuracy: list[float | None] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     images_per_second: list[float] = field(default_factory=list)
+    stack: int = 1
+    compiled: bool = False
 
     @property
     def epochs(self) -> int:
@@ -40,8 +43,9 @@ class History:
         """Test accuracy after the last epoch done, never the best of several."""
         return self.accuracy[-1] if self.accuracy else None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, list[Any]]:
+        """The lists by name."""
+        return {name: value for name, value in asdict(self).items() if isinstance(value, list)}
 
 
 class Run(Update):
@@ -62,6 +66,7 @@ class Run(Update):
     ) -> None:
         self.model = model
         self.history = History()
+        self.stack, self.compiled = 1, False
         self.size = min(recipe.batch, len(data.train))
         self.steps_per_epoch = len(data.train) // self.size
         share = (_own_share(self.size), *data.train.images.shape[1:])

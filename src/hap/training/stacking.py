@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.examples import evaluating
 from hap.training.run import Run
 from hap.training.update import Update, lay_out
 
 KINDS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
 """Layers with tensors of their own that a stack can hold."""
 TOLERANCE = 1e-3
-"""How far a stack's logits may be from its models', relative to the largest; kernels differ in rounding."""
+"""How far a stack's logits may be from a model's, relative to its largest; kernels differ in rounding."""
+IMAGES = 8
+"""How many images of noise a stack and its models are compared on."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Linears(nn.Module):
@@ -63,15 +65,15 @@ def stack(models: Sequence[nn.Module]) -> nn.Module:
                 module.register_parameter(key, None)
         for key, buffer in members[0].named_buffers(recurse=False):
             buffers = [member.get_buffer(key) for member in members]
-            module.register_buffer(key, torch.cat(buffers) if buffer.ndim else buffer.clone())
+            module.register_buffer(key, torch.cat(buffers) if buffer.ndim else torch.stack(buffers))
     return made
 
 
 class Stack(Update):
-    """Runs of one shape and recipe that take their steps as one. Their tensors become parts of the stack's."""
+    """Runs of one kind and recipe that take their steps as one, while their tensors are `shared`."""
 
     def __init__(self, runs: Sequence[Run], compiled: bool) -> None:
-        self.runs, first, width = runs, runs[0], len(runs)
+        self.runs, self.compiled, first, width = runs, compiled, runs[0], len(runs)
         model = _checked([run.model for run in runs], first.x)
         teachers = [run.teacher for run in runs if run.teacher is not None]
         teacher = _checked(teachers, first.x) if teachers else None
@@ -81,19 +83,28 @@ class Stack(Update):
             _compiled(teacher) if compiled and teacher is not None else teacher,
             first.device, _joined_masks(runs), (size, width * channels, *sides), first.total, width,
         )  # fmt: skip
-        for index, run in enumerate(runs):
-            self._share(index, run, model)
+        self.model = model
 
-    def _share(self, index: int, run: Run, model: nn.Module) -> None:
-        """Make the tensors of a run parts of the stack's."""
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Inside, the tensors of the runs are parts of the stack's; after it, every model has its own again."""
+        try:
+            for index, run in enumerate(self.runs):
+                self._share(index, run)
+            yield
+        finally:
+            for run in self.runs:
+                _give_back(run.model)
 
+    def _share(self, index: int, run: Run) -> None:
         def part(whole: Tensor) -> Tensor:
-            return whole.detach().chunk(self.width)[index] if whole.ndim else whole
+            return whole.detach().chunk(self.width)[index]
 
+        run.stack, run.compiled = self.width, self.compiled
         for name, parameter in run.model.named_parameters():
-            parameter.data = part(model.get_parameter(name))
-        for name, _ in list(run.model.named_buffers()):
-            _set_buffer(run.model, name, part(model.get_buffer(name)))
+            parameter.data = part(self.model.get_parameter(name))
+        for name, buffer in list(run.model.named_buffers()):
+            _set_buffer(run.model, name, part(self.model.get_buffer(name)).view_as(buffer))
         run.x, run.y = self.x.chunk(self.width, 1)[index], self.y[index : index + 1]
         run.loss_sum = part(self.loss_sum)
         run.average = {name: part(self.average[name]) for name in run.average}
@@ -103,62 +114,123 @@ class Stack(Update):
                 momentum = state.setdefault("momentum_buffer", torch.zeros_like(whole, requires_grad=False))
                 run.optimizer.state[run.parameters[name]]["momentum_buffer"] = part(momentum)
 
-    def release(self) -> None:
-        """Give every model tensors of its own again."""
-        for run in self.runs:
-            for parameter in run.model.parameters():
-                parameter.data = parameter.data.clone()
-            for name, buffer in list(run.model.named_buffers()):
-                _set_buffer(run.model, name, buffer.clone())
-
 
 @contextmanager
 def stacked_runs(runs: Sequence[Run], most: int, compiled: bool) -> Iterator[list[Update]]:
-    """The runs as updates: up to `most` of one shape and recipe as a stack, the others each for itself."""
+    """The runs as updates: up to `most` of one kind and recipe as a stack, the others each for itself."""
     alike: dict[object, list[Run]] = {}
     for run in runs:
         alike.setdefault(_kind(run) if most > 1 else id(run), []).append(run)
     parts = [group[i : i + most] for group in alike.values() for i in range(0, len(group), most)]
-    updates: list[Update] = [Stack(part, compiled) if len(part) > 1 else part[0] for part in parts]
-    try:
+    with ExitStack() as held:
+        updates: list[Update] = []
+        for part in parts:
+            if len(part) > 1:
+                made = Stack(part, compiled)
+                held.enter_context(made.shared())
+                updates.append(made)
+            else:
+                updates.append(part[0])
         yield updates
-    finally:
-        for update in updates:
-            if isinstance(update, Stack):
-                update.release()
 
 
 def _kind(run: Run) -> object:
-    """What runs of one stack have in common; a run that fits in no stack has a kind of its own."""
+    """What runs of one stack have in common: all but weights and seed. What fits in no stack has a kind of its own."""
     networks = [run.model] if run.teacher is None else [run.model, run.teacher]
-    if not all(_fits(module) for network in networks for module in network.modules()):
+    if not all(_fits(network) for network in networks):
         return id(run)
-    shapes = tuple((type(n), *((name, t.shape) for name, t in n.state_dict().items())) for n in networks)
-    return shapes, replace(run.recipe, seed=0)
+    return tuple(_description(network) for network in networks), replace(run.recipe, seed=0)
 
 
-def _fits(module: nn.Module) -> bool:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return type(module) in KINDS or not own
+def _fits(network: nn.Module) -> bool:
+    """Whether a stack can stand for a network.
+
+    Not with tensors in layers of other types or under two names, with hooks, which may do anything, or with statistics
+    that need the number of batches so far.
+    """
+    for module in network.modules():
+        if type(module) not in KINDS and _own_tensors(module):
+            return False
+        if isinstance(module, nn.BatchNorm2d) and module.momentum is None:
+            return False
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            return False
+    tensors = list(_tensors(network).values())
+    hooked = any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
+    return len({t.data_ptr() for t in tensors}) == len(tensors) and not hooked
+
+
+def _description(network: nn.Module) -> object:
+    """All that a network is but the values of its tensors: modules with their plain attributes, and tensors' shapes."""
+    inner = vars(nn.Module()).keys() - {"training"}
+    modules = tuple(
+        (name, type(m), repr({key: value for key, value in vars(m).items() if key not in inner}))
+        for name, m in network.named_modules()
+    )
+    return modules, tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in _tensors(network).items())
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    return {
+        **dict(network.named_parameters(remove_duplicate=False)),
+        **dict(network.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
 def _checked(models: Sequence[nn.Module], like: Tensor) -> nn.Module:
-    """The stack of some models, after comparing what it computes with what they do."""
+    """The stack of some models, after a check that it computes what they do.
+
+    Copies with random weights are compared, because weights such as a head of zeros would hide a difference: first in
+    the mode in which the models are, then in eval mode, with the statistics that this left.
+    """
+    generator = torch.Generator(like.device).manual_seed(0)
+    copies = [_random_copy(model, generator) for model in models]
+    shape = IMAGES, len(models) * like.shape[1], *like.shape[2:]
+    x = torch.randn(shape, generator=generator, device=like.device)
+    whole = stack(copies)
+    _compare(whole, copies, x)
+    _compare(whole.eval(), [model.eval() for model in copies], x)
     made = stack(models)
-    if like.is_cuda:
-        lay_out(made, torch.channels_last)
-    x = torch.randn(2, len(models) * like.shape[1], *like.shape[2:], device=like.device)
-    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False), evaluating(made):
-        found, expected = made(x), []
-        for model, part in zip(models, x.chunk(len(models), 1), strict=True):
-            with evaluating(model):
-                expected.append(model(part))
-    wanted = torch.cat(expected, 1)
-    if found.shape != wanted.shape or not (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max():
-        raise HapError(
-            f"{type(models[0]).__name__} does not compute the same when {len(models)} of it are stacked, as where "
-            "channels are mixed outside of layers: train with stack=1"
-        )
+    return lay_out(made, torch.channels_last) if like.is_cuda else made
+
+
+@torch.no_grad()
+def _compare(whole: nn.Module, models: Sequence[nn.Module], x: Tensor) -> None:
+    """Refuse a stack whose logits are not those of its models."""
+    width = len(models)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        wanted = torch.cat([model(part) for model, part in zip(models, x.chunk(width, 1), strict=True)], 1)
+        try:
+            found = whole(x)
+        except RuntimeError as error:
+            raise HapError(f"{type(models[0]).__name__} cannot be stacked ({error}): train with stack=1") from error
+    if found.shape == wanted.shape:
+        off, largest = (t.abs().unflatten(1, (width, -1)).amax((0, 2)) for t in (found - wanted, wanted))
+        if (largest.isfinite() & (off < TOLERANCE * largest)).all():
+            return
+    raise HapError(
+        f"{type(models[0]).__name__} does not compute the same when {width} of it are stacked, as where channels are "
+        "mixed, or values dropped at random, outside of layers: train with stack=1"
+    )
+
+
+@torch.no_grad()
+def _random_copy(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy with random weights and statistics, which keep the size of what they act on, and without dropout."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, tensor in _own_tensors(module).items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+                about = 1.0 if name in ("weight", "running_var") else 0.0
+                tensor.copy_(noise * (2 / tensor[0].numel()) ** 0.5 if tensor.ndim > 1 else about + 0.1 * noise)
     return made
 
 
@@ -177,3 +249,11 @@ def _compiled(network: nn.Module) -> nn.Module:
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     owner, _, key = name.rpartition(".")
     model.get_submodule(owner)._buffers[key] = value
+
+
+def _give_back(model: nn.Module) -> None:
+    """Give a model tensors of its own."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    for name, buffer in list(model.named_buffers()):
+        _set_buffer(model, name, buffer.clone())

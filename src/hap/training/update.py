@@ -40,6 +40,7 @@ class Update:
         self.masks = {n: like(p, masks[n]) for n, p in self.parameters.items() if n in masks}
         self._mask()
         self.optimizer = _sgd(list(self.parameters.values()), recipe, device)
+        self.optimizer.zero_grad(set_to_none=True)  # the caller's gradients are no part of the first step
         self.average = {n: p.detach().clone() for n, p in self.parameters.items()} if recipe.ema else {}
         self.average_weight = torch.zeros((), device=device)
         self.x = torch.empty(shape, device=device)
