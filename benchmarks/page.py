@@ -80,10 +80,26 @@ multiples, timed in turns with the dense network. {source(name, record)}
 {table(["", "FLOPs left %", "times faster", "time left"], lines)}"""
 
 
+def surgery(name: str, record: Record) -> str:
+    lines = []
+    for network, found in record["networks"].items():
+        ours = [sum(run[step] for step in ("trace", "plan", "apply")) for run in found["seconds"]["hap"]]
+        line = [network, f"{median(ours):.1f}"]
+        keys = ("times_faster_than_torch_pruning", "times_torch_export")
+        lines.append([*line, *(f"{found[key]:.1f}" if key in found else "" for key in keys)])
+    head = ["", "seconds", "times faster than Torch-Pruning", "times torch.export alone"]
+    return f"""## Trace, plan and apply
+
+`python benchmarks/surgery.py OUT.json`, without the check that runs the result. {source(name, record)}
+
+{table(head, lines)}"""
+
+
 PAGE: dict[str, Callable[[str, Record], str]] = {
     "train-throughput-h200": training,
     "scores-h200": scores,
     "latency-cpu-2": latency,
+    "surgery-cpu": surgery,
 }
 
 
