@@ -271,18 +271,20 @@ def test_exact_with_weighted_classes_and_ignored_labels() -> None:
 # ---- Hutchinson ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("deflate", [0, 4])
 @pytest.mark.parametrize("name", ["residual", "smooth", "squeeze_excite"])
-def test_hutchinson_is_within_three_standard_errors(name: str) -> None:
+def test_hutchinson_is_within_three_standard_errors(name: str, deflate: int) -> None:
     """Counted over all units of the net: at most one in fifty beyond three, none beyond five; and errors are honest:
     the root mean square of (estimate - truth) / error is near one."""
     model, groups, batches, loss = problem(name)
-    scores = hap.score(model, groups, batches, loss, hap.HessianTrace(method="hutchinson", probes=300, chunk=25))
+    criterion = hap.HessianTrace(method="hutchinson", probes=300, chunk=25, deflate=deflate)
+    scores = hap.score(model, groups, batches, loss, criterion)
     wanted = truth(model, groups, batches, loss)
     apart, error = (torch.cat([v[n] for n in groups]) for v in (minus(scores, wanted), scores.errors))
     assert (apart[error == 0].abs() < 1e-15).all()  # units that no sample wakes
     off = (apart / error)[error > 0].abs()
     assert len(off) > 7
-    assert scores.about == {"method": "hutchinson", "probes": 300}
+    assert scores.about == {"method": "hutchinson", "probes": 300} | ({"deflate": 4} if deflate else {})
     assert (off > 3).sum() <= max(len(off) // 50, 1) and off.max() < 5
     assert 0.6 < off.square().mean().sqrt() < 1.6
 
@@ -302,6 +304,20 @@ def test_hutchinsons_errors_are_those_of_the_theory() -> None:
         scale = model[0].weight[unit].detach().square().sum() / (2 * rows)
         wanted = scale * (2 * part.square().sum() / probes).sqrt()
         assert float(scores.errors["0"][unit]) == pytest.approx(float(wanted), rel=0.2)
+
+
+def test_deflation_leaves_less_to_the_probes() -> None:
+    """Ever smaller errors with more directions, and none once they are all there are."""
+    model, groups, batches, loss = problem("smooth")
+    wanted = truth(model, groups, batches, loss)
+    size = sum(p.numel() for p in model.parameters())
+    errors = []
+    for deflate in (0, 4, 16, size):
+        criterion = hap.HessianTrace(method="hutchinson", probes=50, deflate=deflate)
+        scores = hap.score(model, groups, batches, loss, criterion)
+        errors.append(float(torch.cat(list(scores.errors.values())).square().mean().sqrt()))
+    assert errors[0] > 1.2 * errors[1] > 1.5 * errors[2] > 1e6 * errors[3]
+    assert close(scores, wanted, 1e-9)
 
 
 def test_chunks_do_not_matter() -> None:
@@ -449,8 +465,9 @@ def test_bn_scale_needs_a_norm() -> None:
 
 CRITERIA = [
     hap.HessianTrace(method="exact"), hap.HessianTrace(method="hutchinson", probes=3),
-    hap.HessianTrace(method="hutchinson", probes=4, chunk=2), hap.Magnitude(), hap.L1(), hap.Random(), hap.BNScale(),
-    hap.Taylor(), hap.DiagonalFisher(), hap.OBD(probes=3), hap.GeometricMedian(), hap.Reversed(hap.Taylor()),
+    hap.HessianTrace(method="hutchinson", probes=4, chunk=2, deflate=3), hap.Magnitude(), hap.L1(), hap.Random(),
+    hap.BNScale(), hap.Taylor(), hap.DiagonalFisher(), hap.OBD(probes=3), hap.GeometricMedian(),
+    hap.Reversed(hap.Taylor()),
 ]  # fmt: skip
 
 
