@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--criterion", default="random")
     parser.add_argument("--flops", type=float, default=0.5)
     parser.add_argument("--latency", type=float, default=0.5)
-    parser.add_argument("--multiples", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--multiples", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of a CPU")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

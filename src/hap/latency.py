@@ -155,11 +155,15 @@ def _eager(model: nn.Module, watch: Stopwatch) -> Call:
 
 def _compiled(model: nn.Module, watch: Stopwatch) -> Call:
     """The exported graph, compiled. A graph of its own for each model: torch.compile gives up on a class whose
-    instances differ in more than a few ways."""
+    instances differ in more than a few ways. On CUDA its kernels are recorded and replayed, since starting them one by
+    one takes longer than many of them run; the first calls record."""
     args, kwargs = call_arguments(watch.example)
-    compiled = torch.compile(capture(model, watch.example).module(check_guards=False), fullgraph=True, dynamic=False)
+    cuda = watch.device.type == "cuda"
+    graph = capture(model, watch.example).module(check_guards=False)
+    compiled = torch.compile(graph, fullgraph=True, dynamic=False, mode="reduce-overhead" if cuda else None)
     try:
-        compiled(*args, **kwargs)
+        for _ in range(3 if cuda else 1):
+            compiled(*args, **kwargs)
     except Exception as error:
         why = str(error).strip().splitlines()[0]
         raise HapError(f"torch.compile fails on {type(model).__name__}: {why}; use another backend") from error

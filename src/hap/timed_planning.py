@@ -19,7 +19,7 @@ from hap.planning import DEFAULT_LIMITS, Budget, Limits, least_flops, plan
 from hap.plans import Plan
 from hap.surgery import rebuild_
 
-ROUNDINGS = (1, 8, 16, 32)
+ROUNDINGS = (1, 8, 16, 32, 64)
 """Widths that hardware may like multiples of; measuring decides which."""
 AIM, NEAR = 0.9875, 0.975
 """A search aims a little below the budget, and ends once it is between this share of it and all of it: with what
@@ -60,7 +60,7 @@ def plan_for_latency(model: nn.Module, groups: Groups, scores: Mapping[str, Tens
     Copies of the model are pruned to other shares of the multiply-adds and timed in turns with the dense one, as
     `hap.compare_latency` does, until the time is at most the budget and within 3% of it. `example` is what is timed;
     it may have another batch than the traced one. With `limits.round_to` left at 1, the number that widths are a
-    multiple of is the one, of 1, 8, 16 and 32, with which the least sensitivity is lost for the time.
+    multiple of is the one, of 1, 8, 16, 32 and 64, with which the least sensitivity is lost for the time.
     """
     if budget.latency is None:
         said = " and ".join(budget.given)
