@@ -162,23 +162,23 @@ def hutchinson(bench: Bench, main: Subject, options: argparse.Namespace) -> None
 
 
 def long_run(bench: Bench, main: Subject, options: argparse.Namespace) -> None:
-    """Exact scores against Hutchinson's limit, ever closer: as many Hessian products plainly and with deflation.
+    """Exact scores against Hutchinson's limit: 300 Hessian products plainly and with deflation, then a long run.
 
-    The plain run's own noise is known from its standard errors; how far from the exact scores it should be with such
-    noise and no other difference is found by adding it to these.
+    A run's own noise is known from its standard errors; how far from the exact scores it should be with such noise and
+    no other difference is found by adding it to these.
     """
     wanted, generator = main.score(method="exact"), torch.Generator().manual_seed(0)
-    for products in (300, options.long_probes):
-        for deflate in (0, options.deflate):
-            how = {"probes": products - 2 * deflate, "deflate": deflate, "seed": 1}
-            scores, (taken,), peak = bench.timed(lambda how=how: main.score(method="hutchinson", **how), warm=False)
-            noise = flat(scores.errors) * torch.randn(len(flat(wanted)), generator=generator, dtype=torch.float64)
-            bench.result.setdefault("long_runs", []).append({
-                "products": products, "deflate": deflate, "seconds": taken, "peak_bytes": peak,
-                "spearman_to_exact": spearman(wanted, scores),
-                "spearman_that_its_noise_explains": spearman(wanted, {"": flat(wanted) + noise}),
-            })  # fmt: skip
-            bench.note(long_runs=bench.result["long_runs"])
+    runs: list[dict[str, Any]] = []
+    for products, deflate in ((300, 0), (300, options.deflate), (options.long_probes, options.deflate)):
+        how = {"probes": products - 2 * deflate, "deflate": deflate, "seed": 1}
+        scores, (taken,), peak = bench.timed(lambda how=how: main.score(method="hutchinson", **how), warm=False)
+        noise = flat(scores.errors) * torch.randn(len(flat(wanted)), generator=generator, dtype=torch.float64)
+        runs.append({
+            "products": products, "deflate": deflate, "seconds": taken, "peak_bytes": peak,
+            "spearman_to_exact": spearman(wanted, scores),
+            "spearman_that_its_noise_explains": spearman(wanted, {"": flat(wanted) + noise}),
+        })  # fmt: skip
+        bench.note(long_runs=runs)
 
 
 def others(bench: Bench, main: Subject, options: argparse.Namespace) -> None:
