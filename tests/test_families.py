@@ -14,8 +14,8 @@ import torch
 
 import hap
 from hap.examples import run
-from hap.experiments import zoo
 from hap.experiments.zoo_models import build
+from hap.experiments.zoo_ours import exported
 from hap.parts import parts
 
 IMAGES = {
@@ -85,7 +85,7 @@ def test_exported_outputs_are_equal(spec: str) -> None:
     """As a program of torch.export and in onnxruntime. The sweep records this for every model."""
     model, example = build(spec)
     hap.prune_(model, example, criterion="magnitude", flops=0.6)
-    gaps = zoo.exported(model, example)
+    gaps = exported(model, example)
     assert set(gaps) == {".pt2", ".onnx"}
     assert all(isinstance(gap, float) and gap <= 1e-4 for gap in gaps.values()), gaps
 

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import hap
-from hap.experiments import zoo
+from hap.cli import app
+from hap.experiments import zoo, zoo_ours
+from hap.experiments.zoo_clock import Clock, OutOfTime, reason
 from hap.experiments.zoo_models import HUGGING_FACE, build, suppress
+from hap.experiments.zoo_page import rendered
+from hap.experiments.zoo_peer import measure_peer
+from hap.experiments.zoo_summary import equal, family_rows, sentences, summary
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_model_is_measured_and_counts_agree() -> None:
-    record = zoo.measure("hap:resnet20", 0.5, export=True)
-    assert max(record["exported"].values()) <= 1e-4
-    assert record["verified"] and record["macs"][1] <= 0.5 * record["macs"][0]
-    assert record["counted"] == [record["params"][1], record["macs"][1]]
-    assert set(record["seconds"]) == {"export", "trace", "plan", "apply"}
+    pruned, both = zoo_ours.measure("hap:resnet20", 0.5)
+    assert pruned["verified"] and pruned["macs"][1] <= 0.5 * pruned["macs"][0]
+    assert pruned["counted"] == [pruned["params"][1], pruned["macs"][1]]
+    assert set(pruned["seconds"]) == {"export", "trace", "score", "plan", "apply"}
+    assert both.items() >= pruned.items() and set(both["export_seconds"]) == {".pt2", ".onnx"}
+    assert 0 < both["exported"][".onnx"] <= 1e-5 and both["exported"][".pt2"] <= 1e-5
+
+
+def test_export_is_not_judged_by_outputs_of_zeros() -> None:
+    model, example = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    nn.init.zeros_(model[0].weight)
+    assert zoo_ours.exported(model, example)[".pt2"] <= 1e-6
+    assert model(example).std() > 0
+
+
+def test_what_is_not_equal_after_export_has_a_gap_or_a_reason() -> None:
+    ones = torch.ones(2)
+    assert zoo_ours._gap([4 * ones], [3 * ones]) == 0.25
+    with pytest.raises(hap.HapError, match="not finite"):
+        zoo_ours._gap([ones], [ones * math.nan])
+    with pytest.raises(hap.HapError, match="there are 1 outputs instead of 2"):
+        zoo_ours._gap([ones, ones], [ones])
 
 
 class Picky(nn.Module):
@@ -38,42 +70,100 @@ class Picky(nn.Module):
 def test_what_cannot_be_captured_is_pruned_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Picky().eval()
-    monkeypatch.setattr(zoo, "build", lambda spec: (model, torch.randn(2, 3, 9, 9)))
-    record = zoo.measure("picky", 0.5)
+    monkeypatch.setattr(zoo_ours, "build", lambda spec: (model, torch.randn(2, 3, 9, 9)))
+    record = next(zoo_ours.measure("picky", 0.5))
     assert record["verified"], record
     assert record["parts"] == ["backbone", "head"] and record["macs"][1] <= 0.5 * record["macs"][0]
     assert record["counted"] == [record["params"][1], record["macs"][1]]
     assert len(model.backbone[0].weight) < 16 or len(model.head[0].weight) < 32
 
 
-def test_a_sweep_keeps_reasons_and_does_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def _pretend(monkeypatch: pytest.MonkeyPatch, peer: bool = True) -> list[zoo.Job]:
+    """Jobs that end at once, and the list of those that were asked for; only hap:a can be pruned."""
+    asked: list[zoo.Job] = []
 
-    def pretend(spec: str, flops: float, seconds: float, tool: str = "hap") -> zoo.Record:
-        asked.append((spec, tool))
-        found = {"exported": {".pt2": 0.0}} if tool == "exported" else {}
-        return {"model": spec, "flops": flops, "verified": spec == "hap:a", "why": "no such thing"} | found
+    async def pretend(job: zoo.Job, flops: float, seconds: float) -> zoo.Record:
+        asked.append(job)
+        if job[0] != "hap:a":
+            return {"verified": False, "why": "no such thing"} | ({"seconds": 1.0} if job[1] == "torch_pruning" else {})
+        seconds_of = {"export": 1.0, "trace": 2.0} if job[1] == "hap" else 5.0
+        return {"verified": True, "seconds": seconds_of, "exported": {".pt2": 0.0, ".onnx": 0.0}}
 
     monkeypatch.setattr(zoo, "_in_process", pretend)
-    monkeypatch.setattr(zoo, "_has_peer", lambda: False)
-    out = tmp_path / "zoo.json"
-    zoo.sweep(["hap:a", "hap:b"], out, say=lambda _: None)
-    records = zoo.sweep(["hap:a", "hap:b", "hap:c"], out, say=lambda _: None)
-    assert asked[:4] == [("hap:a", "hap"), ("hap:b", "hap"), ("hap:a", "exported"), ("hap:c", "hap")]
-    assert len(asked) == 4  # what failed is not exported
+    monkeypatch.setattr(zoo, "_has_peer", lambda: peer)
+    return asked
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+def test_a_sweep_keeps_reasons_and_does_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, out = _pretend(monkeypatch, peer=False), tmp_path / "zoo.json"
+    zoo.sweep(["hap:a", "hap:b"], out, say=_quiet)
+    records = zoo.sweep(["hap:a", "hap:b", "hap:c"], out, revision="a tag", say=_quiet)["models"]
+    assert asked == [("hap:a", "hap"), ("hap:b", "hap"), ("hap:c", "hap")]
     assert [r["verified"] for r in records] == [True, False, False]
+    assert records[2]["revision"] == "a tag" != records[0]["revision"] and records[2]["why"] == "no such thing"
     assert [r["model"] for r in json.loads(out.read_text())["models"]] == ["hap:a", "hap:b", "hap:c"]
 
-    monkeypatch.setattr(zoo, "_has_peer", lambda: True)  # what is missing is the peer's half alone
-    asked.clear()
-    records = zoo.sweep(["hap:a"], out, say=lambda _: None)
+    asked = _pretend(monkeypatch)  # what is missing is the peer's half alone
+    records = zoo.sweep(["hap:a"], out, say=_quiet)["models"]
     assert asked == [("hap:a", "torch_pruning")]
-    assert records[0]["torch_pruning"] == {"verified": True, "why": "no such thing"}
-    assert [r["model"] for r in json.loads(out.read_text())["models"]] == ["hap:a", "hap:b", "hap:c"]
+    assert records[0]["torch_pruning"]["seconds"] == 5 and [r["model"] for r in records] == ["hap:a", "hap:b", "hap:c"]
 
     asked.clear()
-    zoo.sweep(["hap:a", "hap:b"], out, retry=True, say=lambda _: None)
+    zoo.sweep(["hap:a", "hap:b"], out, retry=True, say=_quiet)
     assert asked == [("hap:b", "hap"), ("hap:b", "torch_pruning")]
+
+
+def test_a_file_of_another_sweep_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch)
+    zoo.sweep(["hap:a"], tmp_path / "zoo.json", say=_quiet)
+    with pytest.raises(hap.HapError, match=r"of another sweep, with flops 0\.5 instead of 0\.4; choose another --out"):
+        zoo.sweep(["hap:a"], tmp_path / "zoo.json", flops=0.4, say=_quiet)
+
+
+def test_a_sweep_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hap.HapError, match="cannot write"):
+        zoo.sweep(["hap:a"], tmp_path / "file" / "zoo.json", say=_quiet)
+
+
+def test_processes_that_end_badly_are_records() -> None:
+    died = [zoo._ending(-9, b""), zoo._ending(1, b"Traceback\nValueError: no\n"), zoo._ending(3, b"")]
+    assert died == ["the process was killed: SIGKILL", "ValueError: no", "the process ended with status 3"]
+    assert zoo._cut_short({"verified": False}, died[0]) == {"verified": False, "why": died[0]}
+    pruned = zoo._cut_short({"verified": True}, died[0])
+    assert pruned["verified"] and pruned["exported"][".onnx"] == died[0] and not equal(pruned)
+    assert zoo._last_record(b'hello\n{"verified": true, "x": 1}\n{"verified": true, "x') == {"verified": True, "x": 1}
+
+
+def test_interrupting_a_sweep_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle: what was begun is killed and not written down."""
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def starting(*command: str, **options: object) -> asyncio.subprocess.Process:
+        process = await start(sys.executable, "-c", "import time; time.sleep(60)", **options)  # type: ignore[arg-type]
+        started.append(process)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
+    with pytest.raises(KeyboardInterrupt):
+        zoo.sweep(["hap:a", "hap:b"], tmp_path / "zoo.json", say=_quiet)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert not (tmp_path / "zoo.json").exists()
+
+
+def test_a_process_ends_with_the_sweep_that_started_it() -> None:
+    command = [sys.executable, "-m", "hap.experiments.zoo_worker", "hap:resnet56", "0.5", "hap", "600"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 1
 
 
 def test_unknown_models_and_time_limits_are_reasons() -> None:
@@ -81,8 +171,128 @@ def test_unknown_models_and_time_limits_are_reasons() -> None:
         build("nothing")
     with pytest.raises(hap.HapError, match="unknown model 'hf:nothing'; known are albert, "):
         build("hf:nothing")
-    assert "took longer than 0 s" in zoo._in_process("hap:resnet20", 0.5, 0.01)["why"]
-    assert "unknown model" in zoo._in_process("hap:nothing", 0.5, 60)["why"].lower()
+    (record,) = zoo_ours.measure("hap:digits_resnet", 0.5, limit=0.001)
+    assert not record["verified"] and record["why"] == "took longer than 0 s"
+    unknown = asyncio.run(zoo._in_process(("hap:nothing", "hap"), 0.5, 60))
+    assert not unknown["verified"] and "unknown model" in unknown["why"].lower()
+
+
+def test_a_clock_adds_up_and_stops_what_takes_too_long() -> None:
+    clock = Clock(0.05)
+    clock("sleep", lambda: time.sleep(0.01))
+    with pytest.raises(OutOfTime, match="took longer than 0 s"):
+        clock("sleep", lambda: time.sleep(60))
+    assert set(clock.seconds) == {"sleep"} and clock.total == clock.seconds["sleep"] > 0.04
+
+
+def test_reasons_are_one_line_about_what_began_it() -> None:
+    error = RuntimeError("step \x1b[96m3\x1b[0m of 3")
+    error.__cause__ = ValueError("only\n4 axes")
+    assert reason(error) == "ValueError: only 4 axes"
+
+
+def test_the_version_of_a_package_without_metadata_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain_folder_package.py").write_text('__version__ = "7.1"')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert zoo._version("plain_folder_package") == "7.1"
+
+
+# ---- torch-pruning, or what stands in for it ----------------------------------------------------------------
+
+
+class Steps:
+    """A pruner that takes a channel at each step, or as long as it is told."""
+
+    wait = 0.0
+
+    def __init__(self, model: nn.Sequential, *_: object, **__: object):
+        self.model = model
+
+    def step(self) -> None:
+        time.sleep(self.wait)
+        first, last = self.model
+        first.weight, first.bias = nn.Parameter(first.weight[1:]), nn.Parameter(first.bias[1:])
+        last.weight = nn.Parameter(last.weight[:, 1:])
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
+    peer = ModuleType("torch_pruning")
+    peer.pruner = SimpleNamespace(BasePruner=Steps)  # type: ignore[attr-defined]
+    peer.importance = SimpleNamespace(GroupMagnitudeImportance=lambda p: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_pruning", peer)
+    return Steps
+
+
+def _two_layers() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).eval(), torch.randn(2, 4)
+
+
+def test_the_peer_steps_down_to_the_share(steps: type[Steps]) -> None:
+    *_, record = measure_peer(_two_layers, 0.5)
+    assert record["verified"] and record["steps"] == 10 and record["steps_done"] == 4 and "why" not in record
+    assert record["macs"][1] * 2 == record["macs"][0]
+
+
+def test_the_peer_out_of_time_counts_at_the_limit(steps: type[Steps], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "wait", 60.0)
+    *_, record = measure_peer(_two_layers, 0.5, limit=0.05)
+    assert not record["verified"] and record["timed_out"] and record["seconds"] == 0.05 and record["steps_done"] == 0
+
+
+# ---- what a sweep comes to ----------------------------------------------------------------------------------
+
+
+def _record(spec: str, own: float, peer: float | None, gap: float | str = 0.0) -> zoo.Record:
+    beside = {"verified": False, "why": "killed"}
+    if peer is not None:
+        beside = {"verified": True, "seconds": peer, "macs": [10, int(peer)]}
+    return {
+        "model": spec, "flops": 0.5, "verified": True, "seconds": {"export": 1.0, "trace": own}, "torch_pruning": beside,
+        "exported": {".pt2": 0.0, ".onnx": gap},
+    }  # fmt: skip
+
+
+def test_the_summary_counts_what_died_at_the_limit() -> None:
+    records = [_record("tv:resnet18", 2.0, 4.0), _record("tv:fcn_resnet50", 70.0, None, "why"),
+               _record("timm:b", 1.0, 6.0, 0.5), {"model": "hf:c", "verified": False, "why": "killed"}]  # fmt: skip
+    found = summary(records, 200)
+    assert found["seconds"]["all"] == {"models": 4, "hap": 273.0}
+    assert found["seconds"]["both"]["hap"] == 73 and found["seconds"]["both"]["torch_pruning"] == 210
+    assert found["seconds"]["both_verified"]["hap"] == 3 and found["seconds"]["both_verified"]["torch_pruning"] == 10
+    assert found["all"]["torch_pruning"] == {"models": 3, "verified": 2, "reached": 1}
+    assert found["torch_pruning_timed_out"] == ["tv:fcn_resnet50"]
+    assert found["times_export"]["above_3"] == {"tv:fcn_resnet50": 70}
+    assert found["above_60_seconds"] == {"tv:fcn_resnet50": 70, "hf:c": 200}
+    assert [row[:2] for row in family_rows(found)] == [
+        ["torchvision classifiers", "1 of 1"], ["torchvision detectors and segmenters", "1 of 1"],
+        ["timm", "1 of 1"], ["Hugging Face", "0 of 1"], ["all", "3 of 4"],
+    ]  # fmt: skip
+    assert found["all"]["exported"] == {"models": 3, "equal": 1, ".pt2": 3, ".onnx": 1}
+    assert any("73 s, torch-pruning 210 s" in line for line in sentences(found))
+
+
+def test_the_page_is_what_the_result_file_says() -> None:
+    page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "results" / "zoo.json").read_text(encoding="utf-8"))
+    assert rendered(page, result) == page, "run python -m hap.experiments.zoo_page"
+
+
+def test_the_command_prints_every_model_and_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [_record("tv:a", 2.0, 4.0) | {"groups": 3, "macs": [10, 5], "params": [10, 4]}, {"model": "hf:b"}]
+    records[1] |= {"verified": False, "why": "no such thing"}
+    given: list[object] = []
+
+    def pretend(specs: list[str], *_: object) -> zoo.Record:
+        given.extend(specs)
+        return {"models": records, "summary": summary(records, 120)}
+
+    monkeypatch.setattr(sys.modules["hap.cli.zoo"], "sweep", pretend)
+    (tmp_path / "list.txt").write_text("# slowest first\ntv:a\n\nhf:b\n")
+    found = CliRunner().invoke(app, ["zoo", str(tmp_path / "list.txt")])
+    assert found.exit_code == 0 and given == ["tv:a", "hf:b"]
+    for words in ("50.0%", "40.0% in 4.0 s", "no such thing", "1 of 2", "122 s of pruning for 2 models"):
+        assert words in found.output
 
 
 def test_the_small_models_are_many() -> None:

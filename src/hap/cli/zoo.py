@@ -9,7 +9,8 @@ import typer
 
 from hap.cli.screen import out, resumable, table
 from hap.errors import HapError
-from hap.experiments.zoo import PEER, Record, sweep
+from hap.experiments.zoo import sweep
+from hap.experiments.zoo_summary import FAMILY_HEADS, PEER, Record, equal, family_rows, own_seconds, sentences
 
 
 def zoo(
@@ -19,12 +20,14 @@ def zoo(
     results: Annotated[Path, typer.Option("--out", help="The result file.")] = Path("results/zoo.json"),
     flops: Annotated[float, typer.Option(help="Share of the multiply-adds that is LEFT.")] = 0.5,
     processes: Annotated[int, typer.Option(min=1, help="Models at a time.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Time limit for each model.")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="Time limit for pruning a model, and again for exporting it.")] = 120.0,
     retry: Annotated[bool, typer.Option("--retry", help="Do again what failed before.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Source revision to record, where git cannot tell.")] = None,
 ) -> None:
     """Prune models of other libraries by magnitude, each checked by running it. What is done is not done again.
 
-    Where torch-pruning is installed, it prunes each model too, and stands beside.
+    The pruned ones are exported and run again. Where torch-pruning is installed, it prunes each model too, and stands
+    beside. Models start in the order given: put the slowest first.
 
     \b
     Examples:
@@ -33,29 +36,30 @@ def zoo(
     """
     specs = [spec for given in models for spec in _specs(given)]
     with resumable("the same command goes on where it stopped"):
-        records = sweep(specs, results, flops, processes, seconds, retry, lambda text: typer.echo(text, err=True))
-    heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export alone", "torch-pruning"]
-    out().print(table(heads, [_row(record) for record in records]))
-    out().print(f"{sum(r['verified'] for r in records)} of {len(records)} pruned and verified")
-    if beside := [r[PEER] for r in records if PEER in r]:
-        out().print(f"torch-pruning: {sum(p['verified'] for p in beside)} of {len(beside)}")
+        found = sweep(
+            specs, results, flops, processes, seconds, retry, revision, lambda text: typer.echo(text, err=True)
+        )
+    heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export", "exported", "torch-pruning"]
+    out().print(table(heads, [_row(record, seconds) for record in found["models"]]))
+    out().print(table(FAMILY_HEADS, family_rows(found["summary"])))
+    for line in sentences(found["summary"]):
+        out().print(line, markup=False, soft_wrap=True)
 
 
-def _row(record: Record) -> list[str]:
+def _row(record: Record, limit: float) -> list[str]:
     peer = _peer(record.get(PEER))
     if not record["verified"]:
-        return [record["model"], "-", "-", "-", "-", record["why"][:60], peer]
+        return [record["model"], "-", "-", "-", "-", record["why"][:40], "-", peer]
     left = [f"{record[key][1] / record[key][0]:.1%}" for key in ("macs", "params")]
-    export = record["seconds"]["export"]
-    own = sum(record["seconds"].values()) - export
-    return [record["model"], str(record["groups"]), *left, f"{own:.1f}", f"{export:.1f}", peer]
+    seconds = f"{own_seconds(record, limit):.1f}", f"{record['seconds']['export']:.1f}"
+    return [record["model"], str(record["groups"]), *left, *seconds, "equal" if equal(record) else "no", peer]
 
 
 def _peer(record: Record | None) -> str:
     if record is None:
         return ""
     if not record["verified"]:
-        return record["why"][:40]
+        return record["why"][:24]
     return f"{record['macs'][1] / record['macs'][0]:.1%} in {record['seconds']:.1f} s"
 
 
@@ -64,4 +68,5 @@ def _specs(given: str) -> list[str]:
         return [given]
     if not Path(given).is_file():
         raise HapError(f"{given!r} is neither FAMILY:NAME nor a file")
-    return [line.strip() for line in Path(given).read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.strip() for line in Path(given).read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any
 
 import torch
@@ -12,56 +12,65 @@ from torch.utils import _pytree as pytree
 
 import hap
 from hap.examples import run
+from hap.experiments.zoo_clock import Clock, OutOfTime, reason
 
 Record = dict[str, Any]
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def measure_peer(build: Callable[[], tuple[nn.Module, Any]], flops: float) -> Record:
+def measure_peer(build: Callable[[], tuple[nn.Module, Any]], flops: float, limit: float = inf) -> Iterator[Record]:
     """Prune by group magnitude, step by step down to the share of FLOPs; if that breaks the model, halve all widths.
 
-    The better of the two counts, and of the seconds only those spent in torch-pruning.
+    The better of the two counts, and of the seconds only those that this one spent in torch-pruning. A record comes
+    after every step, so that whoever has to stop it knows how far it came.
     """
-    record: Record = {}
+    import torch_pruning  # noqa: F401, its loading is not counted
+
+    first: Record = {}
     for steps in (10, 1):
-        model, example = build()
-        seconds: list[float] = []
+        clock = Clock(limit)
+        record: Record = {"verified": False, "steps": steps, "steps_done": 0}
         try:
-            return _prune(model, example, flops, steps, seconds) | {"steps": steps, "seconds": sum(seconds)}
+            for found in _prune(*build(), flops, steps, clock):
+                record |= found
+                yield (first or record) | {"seconds": clock.total}
+            record |= {"verified": True, "seconds": clock.total}
+            record.pop("why")
+            yield record
+            return
+        except OutOfTime as error:
+            record |= {"why": reason(error), "timed_out": True, "seconds": limit}
         except Exception as error:  # whatever it raises is the record's reason; the first one tells most
-            why = f"{type(error).__name__}: {str(error).strip()}"[:400]
-            record = record or {"verified": False, "why": why, "steps": steps, "seconds": sum(seconds)}
-    return record
+            record |= {"why": reason(error), "seconds": clock.total}
+        first = first or record
+        yield first
+        if record.get("timed_out") and not record["steps_done"]:
+            return  # one step alone takes too long, whatever its size
 
 
-def _prune(model: nn.Module, example: Any, flops: float, steps: int, seconds: list[float]) -> Record:
+def _prune(model: nn.Module, example: Any, flops: float, steps: int, clock: Clock) -> Iterator[Record]:
     import torch_pruning
 
-    def timed(work: Callable[[], Any]) -> Any:
-        begun = time.perf_counter()
-        try:
-            return work()
-        finally:
-            seconds.append(time.perf_counter() - begun)
-
     before, shapes = hap.cost(model, example), _shapes(model, example)
-    pruner = timed(
+    pruner = clock(
+        "trace",
         lambda: torch_pruning.pruner.BasePruner(
             model, example, torch_pruning.importance.GroupMagnitudeImportance(p=2),
             pruning_ratio=0.5, iterative_steps=steps, ignored_layers=_last_layers(model, example),
-        )
+        ),
     )  # fmt: skip
     after = before
-    for _ in range(steps):
-        timed(pruner.step)
+    for done in range(1, steps + 1):
+        clock("step", pruner.step)
         after = hap.cost(model, example)
+        cost = {"params": [before.params, after.params], "macs": [before.macs, after.macs]}
+        yield cost | {"steps_done": done, "why": f"stopped after step {done}"}
         if after.macs <= flops * before.macs:
             break
-    if _shapes(model, example) != shapes:
+    if [shape[1:] for shape in _shapes(model, example)] != [shape[1:] for shape in shapes]:  # boxes may be fewer
         raise RuntimeError(f"the output's shape changed from {shapes} to {_shapes(model, example)}"[:300])
     if after.params == before.params:
         raise RuntimeError("nothing was pruned")
-    return {"verified": True, "params": [before.params, after.params], "macs": [before.macs, after.macs]}
 
 
 def _shapes(model: nn.Module, example: Any) -> list[tuple[int, ...]]:

@@ -1,0 +1,169 @@
+"""One model of another library, pruned and checked by running it, then exported."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hap
+from hap.errors import HapError
+from hap.examples import call_arguments, run
+from hap.experiments.zoo_clock import Clock, OutOfTime, reason
+from hap.experiments.zoo_models import build
+from hap.groups import Groups
+from hap.parts import captures, parts
+
+Record = dict[str, Any]
+
+_WAYS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Groups]]] = {
+    "in place": lambda model, example: (model, hap.trace(model, example)),
+    "as a graph": hap.rewrite,
+    "with its stream": lambda model, example: (model, hap.trace(model, example, stream=True)),
+}
+
+
+def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record]:
+    """Prune one model by magnitude to a share of its FLOPs; then export it. Two records: the second says both.
+
+    A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
+    the graph that hap.rewrite makes of it, or else with its residual stream. The limit in seconds is on pruning, and
+    then once more on exporting; what torch.export takes before, alone, is only there to compare with.
+    """
+    warm_up()
+    model, example = build(spec)
+    record: Record = {"verified": False}
+    clock, alone = Clock(limit), Clock(limit)
+    subject, inputs = model, example
+    try:
+        outline = None
+        if not alone("export", lambda: captures(model, *call_arguments(example))):
+            clock.seconds["parts"] = alone.seconds.pop("export")  # finding out is a part of pruning
+            outline = _outline(run(model, example))
+            subject = view = clock("parts", lambda: parts(model, example))
+            record["parts"], inputs = list(dict.fromkeys(view.names)), view.example
+            alone("export", lambda: captures(view, *call_arguments(view.example)))
+        subject, groups, plan = _planned(subject, inputs, flops, clock, record)
+        clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
+        count = hap.cost(subject, inputs)
+        record |= {
+            "verified": True, "groups": len(groups), "units": groups.units, "exact": plan.exact,
+            "params": [plan.before.params, plan.after.params], "macs": [plan.before.macs, plan.after.macs],
+            "counted": [count.params, count.macs], "frozen": [f"{f.what}: {f.why}" for f in groups.frozen][:20],
+        }  # fmt: skip
+        if record["counted"] != [plan.after.params, plan.after.macs]:
+            record |= {"verified": False, "why": "counted costs are not those planned"}
+        if outline is not None and _outline(run(model, example)) != outline:
+            record |= {"verified": False, "why": "the outputs of the whole model are of another kind"}
+    except (Exception, OutOfTime) as error:  # whatever a foreign model raises is the record's reason
+        record |= {"verified": False, "why": reason(error)}
+    record["seconds"] = alone.seconds | clock.seconds
+    yield record
+    if record["verified"]:
+        yield record | _exports(spec, subject, inputs, "parts" in record, Clock(limit))
+
+
+def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record: Record) -> tuple[Any, Groups, Any]:
+    """The first way that reaches the budget: what is to be pruned, its groups and the plan. All ways count."""
+    for how, trace in _WAYS.items():
+        record["how"] = how
+        model, groups = clock("trace", partial(trace, model, example))
+        scores = clock("score", partial(hap.score, model, groups, None, None, "magnitude"))
+        try:
+            return model, groups, clock("plan", partial(hap.plan, groups, scores, hap.Budget(flops=flops)))
+        except HapError as error:
+            record["why_not_in_place"] = str(error)
+    raise HapError(record["why_not_in_place"])
+
+
+def warm_up() -> None:
+    """What torch loads when it first exports, and hap when it first prunes, belongs to no model's seconds."""
+    model, example = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval(), torch.randn(1, 3, 8, 8)
+    hap.prune_(model, example, criterion="magnitude", flops=0.5)
+
+
+def _outline(outputs: Any) -> Any:
+    """What stays the same whatever the values are: a detector finds more or fewer boxes, but boxes."""
+    leaves, structure = pytree.tree_flatten(outputs)
+    return structure, [(x.dtype, x.ndim) if isinstance(x, Tensor) else type(x) for x in leaves]
+
+
+# ---- export -------------------------------------------------------------------------------------------------
+
+
+def _exports(spec: str, model: nn.Module, example: Any, by_parts: bool, clock: Clock) -> Record:
+    """How it went with the pruned model and, if it failed, with the dense one: is it the pruning, or the model?"""
+    found = {"exported": exported(model, example, clock), "export_seconds": dict(clock.seconds)}
+    if any(isinstance(gap, str) for gap in found["exported"].values()) and clock.total < clock.limit:
+        dense, inputs = build(spec)
+        if by_parts:
+            dense, inputs = (view := parts(dense, inputs)), view.example
+        found["exported_dense"] = exported(dense, inputs, clock)
+    return found
+
+
+def exported(model: nn.Module, example: Any, clock: Clock | None = None) -> Record:
+    """How far outputs after export are from those of the model, relative to their size; or why not.
+
+    The model's constant parameters change.
+    """
+    _enliven(model)
+    args, kwargs = call_arguments(example)
+    wanted = _tensors(run(model, example))
+    found: Record = {}
+
+    def gap(ending: str, outputs: Callable[[Path, Any, Any], list[Tensor]]) -> float:
+        path = hap.export(Path(folder) / f"model{ending}", model, example, dynamic_batch=False)
+        return _gap(wanted, outputs(path, args, kwargs))
+
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        for ending, outputs in ((".pt2", _program_outputs), (".onnx", _onnx_outputs)):
+            try:
+                found[ending] = (clock or Clock())(ending, partial(gap, ending, outputs))
+            except (Exception, OutOfTime) as error:  # whatever keeps a foreign model from it is the record's reason
+                found[ending] = reason(error)
+    return found
+
+
+def _enliven(model: nn.Module) -> None:
+    """Noise on parameters that are constant: with a last layer of zeros, as many start, any two outputs are equal."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() and p.numel() > 1 and p.min() == p.max():
+                p.add_(torch.randn_like(p), alpha=0.1)
+
+
+def _gap(wanted: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    if len(wanted) != len(outputs):
+        raise HapError(f"there are {len(outputs)} outputs instead of {len(wanted)}")
+    pairs = [(a.double(), b.double()) for a, b in zip(wanted, outputs, strict=True) if a.numel()]
+    gap = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-12)) for a, b in pairs)
+    if not math.isfinite(gap):
+        raise HapError("outputs are not finite")
+    return gap
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _program_outputs(path: Path, args: Any, kwargs: Any) -> list[Tensor]:
+    return _tensors(torch.export.load(path).module()(*args, **kwargs))
+
+
+def _onnx_outputs(path: Path, args: Any, kwargs: Any) -> list[Tensor]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+    feeds = dict(zip(names, (x.numpy() for x in _tensors((args, kwargs))), strict=True))
+    return [torch.from_numpy(x) for x in session.run(None, feeds)]

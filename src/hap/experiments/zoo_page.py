@@ -1,0 +1,84 @@
+"""The figures of docs/architectures.md, from results/zoo.json and from nothing else.
+
+python -m hap.experiments.zoo_page      # a test holds the page to the file
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from hap.errors import HapError
+from hap.experiments.zoo_summary import ENDINGS, EQUAL, EXPORT, FAMILY_HEADS, family_rows, sentences, summary
+from hap.files import write_atomic
+from hap.report.results import table
+
+Record = dict[str, Any]
+BEGIN, END = "<!-- from results/zoo.json by python -m hap.experiments.zoo_page -->", "<!-- end of it -->"
+
+
+def figures(result: Record) -> str:
+    """The sweep in a table and a few sentences, with a reason for each failure."""
+    found = summary(result["models"], result["limit_seconds"])
+    opening = (
+        f"Pruned by magnitude to {100 * result['flops']:g}% of the FLOPs, without code for single models. *Verified*: "
+        "it was run, compared with the dense model in which the same units are zero, and has as many parameters and "
+        "FLOPs as planned. torch-pruning's bar is lower: something went, and outputs have the shape they had. *Equal*: "
+        f"outputs after export are within {EQUAL:g} of the pruned model's, relative to the largest. {_source(result)}"
+    )
+    said = "\n".join(f"- {line}" for line in [*sentences(found), *_failures(result["models"])])
+    return f"""{fill(opening, 120, break_on_hyphens=False)}
+
+{table(FAMILY_HEADS, family_rows(found))}
+
+{said}"""
+
+
+def _source(result: Record) -> str:
+    hardware, processes = result["hardware"], result["processes"]
+    cpus = " and ".join(dict.fromkeys(r.get("cpu", hardware["cpu"]) for r in result["models"]))
+    versions = {"torch": hardware["torch"]} | result["versions"]
+    with_what = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
+    return (
+        f"Seconds are of one thread on {cpus}, {processes} models at a time, at most {result['limit_seconds']:g} for "
+        f"each; {with_what}."
+    )
+
+
+def _failures(records: list[Record]) -> list[str]:
+    """Why a model was not pruned, and which were pruned but are not the same after export."""
+    said = [f"`{r['model']}` was not pruned: {r['why']}" for r in records if not r["verified"]]
+    for record in records:
+        for ending in ENDINGS:
+            gap = (record.get(EXPORT) or {}).get(ending)
+            if isinstance(gap, str):
+                too = isinstance((record.get("exported_dense") or {}).get(ending), str)
+                said.append(f"`{record['model']}` to {ending}{', pruned or dense' * too}: {gap}")
+            elif gap is not None and gap > EQUAL:
+                said.append(f"`{record['model']}` to {ending}: outputs differ by {gap:.1e}")
+    return said
+
+
+def rendered(page: str, result: Record) -> str:
+    """The page with the figures of this result between its two marks."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise HapError(f"the page needs the lines {BEGIN!r} and {END!r}, once each")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{figures(result)}\n\n{END}{rest.split(END)[1]}"
+
+
+def main(root: Path) -> None:
+    page = root / "docs" / "architectures.md"
+    result = json.loads((root / "results" / "zoo.json").read_text(encoding="utf-8"))
+    text = rendered(page.read_text(encoding="utf-8"), result)
+    write_atomic(page, lambda path: _write(path, text))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path.cwd())
