@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PROCESSES ?= 1
 
 .PHONY: run test fuzz zoo lint format clean
 
@@ -12,8 +13,9 @@ test: .venv/ready lint  ## everything that CI checks
 fuzz: .venv/ready  ## check 2,000 random modules; a quarter of an hour on one core
 	$(BIN)/python tests/fuzz.py --count 2000
 
-zoo: .venv/ready  ## prune the models of other libraries listed in examples/zoo.txt; hours on one core
-	$(BIN)/hap zoo examples/zoo.txt --seconds 200
+zoo: .venv/ready  ## prune the models of other libraries listed in examples/zoo.txt; hours with PROCESSES=1
+	$(BIN)/hap zoo examples/zoo.txt --processes $(PROCESSES) --seconds 200
+	$(BIN)/python -m hap.experiments.zoo_page
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -87,7 +87,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, peer: bool = True) -> list[zoo.Job
         if job[0] != "hap:a":
             return {"verified": False, "why": "no such thing"} | ({"seconds": 1.0} if job[1] == "torch_pruning" else {})
         seconds_of = {"export": 1.0, "trace": 2.0} if job[1] == "hap" else 5.0
-        return {"verified": True, "seconds": seconds_of, "exported": {".pt2": 0.0, ".onnx": 0.0}}
+        return {"verified": True, "seconds": seconds_of, "macs": [2, 1], "exported": {".pt2": 0.0, ".onnx": 0.0}}
 
     monkeypatch.setattr(zoo, "_in_process", pretend)
     monkeypatch.setattr(zoo, "_has_peer", lambda: peer)
@@ -248,8 +248,8 @@ def _record(spec: str, own: float, peer: float | None, gap: float | str = 0.0) -
     if peer is not None:
         beside = {"verified": True, "seconds": peer, "macs": [10, int(peer)]}
     return {
-        "model": spec, "flops": 0.5, "verified": True, "seconds": {"export": 1.0, "trace": own}, "torch_pruning": beside,
-        "exported": {".pt2": 0.0, ".onnx": gap},
+        "model": spec, "flops": 0.5, "verified": True, "seconds": {"export": 1.0, "trace": own},
+        "torch_pruning": beside, "exported": {".pt2": 0.0, ".onnx": gap},
     }  # fmt: skip
 
 
