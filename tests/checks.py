@@ -91,7 +91,7 @@ def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Modul
         modules[graft.module].register_forward_hook(_grafted(list(graft.rows), inputs, grown[graft.module].implant))
     for scatter in groups.scatters:
         dead = [i for i, c in enumerate(scatter.narrow.tolist()) if c not in left]
-        modules[scatter.module].register_forward_hook(_silenced(dead))
+        modules[scatter.module].register_forward_hook(_silenced(dead, scatter.dim))
     return run(dense, example)
 
 
@@ -117,9 +117,9 @@ def _grafted(rows: list[int], inputs: Any, implant: nn.Module) -> Any:
     return hook
 
 
-def _silenced(dead: list[int]) -> Any:
+def _silenced(dead: list[int], dim: int) -> Any:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.index_fill(1, torch.tensor(dead, dtype=torch.int64), 0)
+        return output.index_fill(dim, torch.tensor(dead, dtype=torch.int64), 0)
 
     return hook
 

@@ -68,10 +68,10 @@ def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_l
         model(x)
     with FlopCounterMode(display=False) as counter:
         groups = hap.trace(model, x)
-    assert {f.what for f in groups.frozen if "counts on its size" in f.why} == {"pool.qkv"}
+    assert [n for n, g in groups.items() if not groups.padded.isdisjoint(g.classes.tolist())] == ["pool.qkv"]
     assert followers(groups) == {(f"blocks.{i}", "heads") for i in range(0, 24, 2)}
-    assert len(groups) == 25
-    assert counter.get_total_flops() < 5.5 * once.get_total_flops()
+    assert len(groups) == 26
+    assert counter.get_total_flops() < 6 * once.get_total_flops()
 
 
 def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.export.graph_signature import InputKind
 
 from hap import rules, weights
 from hap.groups import Product
+from hap.operators import UNCHANGED
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
@@ -94,6 +96,17 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
     return product(tracer, "matmul", labels[0], rules.shape_of(a), labels[1], rules.shape_of(b))
 
 
+@rules.rule("baddbmm")
+def baddbmm(tracer: Tracer, node: fx.Node) -> Any:
+    """bias + a @ b, batch by batch."""
+    bias, a, b = node.args[:3]
+    assert isinstance(bias, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    labels = product(tracer, "baddbmm", tracer.labels(a), rules.shape_of(a), tracer.labels(b), rules.shape_of(b))
+    given = (1,) * (labels.ndim - len(rules.shape_of(bias))) + rules.shape_of(bias)
+    sides = [(labels, rules.shape_of(node)), (rules.aligned(tracer.labels(bias), labels.ndim), given)]
+    return rules.merge(tracer, "baddbmm", sides)[0]
+
+
 @rules.rule("addmm")
 def addmm(tracer: Tracer, node: fx.Node) -> Any:
     """bias + x @ W with the weight as a parameter, as in GPT-2's layers."""
@@ -152,7 +165,32 @@ def index(tracer: Tracer, node: fx.Node) -> Any:
     dims = [d for d, place in enumerate(places) if place is not None]
     if len(dims) != 1 or not isinstance(places[dims[0]], fx.Node):
         return rules.freeze_all(tracer, node)
+    labels = tracer.labels(source)
+    if tracer.parameter(source) is None and labels.shape[dims[0]] > 1:
+        return _picked(tracer, node, labels, dims[0], _constant(tracer, places[dims[0]]))
     return _looked_up(tracer, node, source, dims[0])
+
+
+def _picked(tracer: Tracer, node: fx.Node, labels: Tensor, dim: int, places: Tensor | None) -> Any:
+    """x[..., [-2], ...] along an axis that is cut, at places that the code says. Whether they stay right is tried."""
+    if places is None or places.dtype != torch.int64:
+        return rules.freeze_all(tracer, node, "looks up along an axis that would be cut")
+    tracer.sized.append(np.unique(labels.numpy()))
+    picked = rules.compress(labels[(slice(None),) * dim + (places,)])
+    tracer.shaped.append((tracer.module(node), picked, None))
+    return picked
+
+
+def _constant(tracer: Tracer, node: Any) -> Tensor | None:
+    """The values of a tensor that is written out in the code, None for any other."""
+    while isinstance(node, fx.Node) and rules.short_name(node) in UNCHANGED | {"lift_fresh_copy"}:
+        node = node.args[0]
+    inputs = tracer.program.graph_signature.input_specs
+    spec = next((s for s in inputs if s.arg.name == getattr(node, "name", None)), None)
+    if spec is None or spec.kind is not InputKind.CONSTANT_TENSOR:
+        return None
+    value = tracer.program.constants.get(str(spec.target))
+    return value if isinstance(value, Tensor) else None
 
 
 @rules.rule("gather")

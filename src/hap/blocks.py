@@ -21,7 +21,8 @@ def heads(groups: Groups) -> list[str]:
 
     Under grouped queries a unit is a key/value head with the query heads that share it.
     """
-    multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
+    padded = np.array(sorted(groups.padded), dtype=np.int64)
+    multiplied = np.concatenate([padded, *(p.classes for p in groups.products)])
     return [n for n, g in groups.items() if np.isin(g.classes, multiplied).all() and _in_blocks(g)]
 
 
@@ -57,9 +58,12 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
         feeds=groups.feeds[(to[source] > 0) & (to[stream] > 0)],
         lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
         products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
-        narrowings=tuple(replace(x, classes=to[x.classes]) for x in groups.narrowings),
+        narrowings=tuple(
+            replace(x, classes=to[x.classes], among=None if x.among is None else to[x.among]) for x in groups.narrowings
+        ),
         scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
         spanned=groups.spanned & frozenset(living.tolist()),
+        padded=groups.padded & frozenset(living.tolist()),
         spaces=tuple(s for s in groups.spaces if s.group in chosen),
     )
 

@@ -173,8 +173,9 @@ class Groups(Mapping[str, Group]):
     feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `direct` are the weights that only
     the layer that owns them uses, once; `lengths` are integers of modules that follow an axis;
     `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so
-    that removing them changes the others. `spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
-    each row (c, t) of `tails` says that class t is what goes when head c is.
+    that removing them changes the others; zeros stand in for those in `padded` when they go. `spaces` says where heads
+    can be narrowed, once `hap.narrowable` has looked; each row (c, t) of `tails` says that class t is what goes when
+    head c is.
     """
 
     coupling: str
@@ -201,6 +202,7 @@ class Groups(Mapping[str, Group]):
     """A JSON description of the example's tensors, so that a plan can be checked without it."""
     spaces: tuple[Space, ...] = field(default=(), repr=False)
     tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
+    padded: frozenset[int] = frozenset()
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -274,7 +276,8 @@ class Groups(Mapping[str, Group]):
             others = [p.weight for p in g.producers[1:]]
             reads = ", ".join(sorted({c for c, _ in g.consumers}))
             also = f"  with {', '.join(others)}" if others else ""
-            lines.append(f"  {g.name:<{width}}  {len(g):>5} units{also}  read by {reads or 'nothing'}")
+            zeros = "" if self.padded.isdisjoint(g.classes.tolist()) else ", zeros stand in for what goes"
+            lines.append(f"  {g.name:<{width}}  {len(g):>5} units{also}  read by {reads or 'nothing'}{zeros}")
         lines += [f"  frozen: {f.what} ({f.why})" for f in self.frozen]
         return "\n".join(lines)
 

@@ -35,7 +35,7 @@ def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
     Each possibility is tried on a copy with random weights. Where queries and keys do not bear it, as under rotary
     embeddings, values and outputs alone are narrowed; heads that bear neither are left out.
     """
-    names = heads(groups)
+    names = [n for n in heads(groups) if groups.padded.isdisjoint(groups[n].classes.tolist())]
     seen = _layers_seen(model, example, groups, names)
     shapes = [shape for name in names if (shape := _shape_of(groups, groups[name], seen)) is not None]
     if not shapes:

@@ -9,16 +9,17 @@ def _names(text: str) -> frozenset[str]:
 
 
 POINTWISE = _names("""
-    alias alpha_dropout bfloat16 celu clamp clone contiguous detach dropout elu feature_dropout float gelu half
-    hardsigmoid hardswish hardtanh leaky_relu masked_fill mish relu6 selu silu softplus to _to_copy type_as where
+    alias alpha_dropout bfloat16 celu clamp clone contiguous detach dropout elu feature_dropout float full_like gelu
+    half hardsigmoid hardswish hardtanh leaky_relu masked_fill mish ones_like relu6 selu silu softplus to _to_copy where
+    zeros_like
 """)
 """Besides those that torch itself tags as pointwise."""
 
 STRUCTURAL = _names("""
-    adjoint cat channel_shuffle chunk concat constant_pad_nd expand expand_as flatten flip mH mT moveaxis movedim narrow
-    numpy_T pad permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape reshape_as roll select slice
-    split split_with_sizes squeeze stack swapaxes swapdims t tile transpose unbind unflatten unsafe_chunk unsafe_split
-    unsafe_split_with_sizes _unsafe_view unsqueeze view view_as
+    adjoint broadcast_to cat channel_shuffle chunk concat constant_pad_nd expand expand_as flatten flip mH mT moveaxis
+    movedim narrow numpy_T pad permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape reshape_as roll
+    select slice split split_with_sizes squeeze stack swapaxes swapdims t tile transpose unbind unflatten unsafe_chunk
+    unsafe_split unsafe_split_with_sizes _unsafe_view unsqueeze view view_as
 """)
 """Move elements without computing: they can run on labels."""
 

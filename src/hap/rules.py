@@ -217,7 +217,7 @@ def merge(tracer: Tracer, name: str, sides: list[tuple[Tensor, tuple[int, ...]]]
             elif _lacks_axis(known, labels):
                 tracer.partial.append((labels.numpy(), result.numpy(), [d for d, size in enumerate(known) if size > 1]))
             elif varies(result) != varies(labels):
-                tracer.freeze(result if varies(result) else labels, name, "meets something that is never cut")
+                tracer.hold(result if varies(result) else labels, name, "meets something that is never cut")
             else:
                 tracer.join(result.numpy(), labels.numpy())
                 together = min(result, labels, key=Tensor.numel)  # joined, either speaks for both
@@ -403,6 +403,14 @@ def getitem(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(source, fx.Node) and isinstance(index, int)
     value = tracer.values[source]
     return value[index] if isinstance(value, list) else _plain(node.meta.get("val"))
+
+
+@rule("type_as")
+def type_as(tracer: Tracer, node: fx.Node) -> Tensor:
+    """The second tensor lends its type alone, whatever its shape."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return tracer.labels(source)
 
 
 @rule("linear")

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
+from hap.blocks import heads
 from hap.capturing import capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
 from hap.errors import HapError
@@ -33,6 +34,7 @@ from hap.groups import (
     Term,
     components,
 )
+from hap.stand_ins import stand_in
 from hap.trials import Trial
 from hap.weights import View
 
@@ -57,10 +59,8 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     misfits = trial.misfits()
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
-    for name in misfits:
-        tracer.freeze(groups[name].classes, name, "the model's forward counts on its size")
     tracer.lengths += trial.found
-    return tracer.finish(groups.example) if misfits or trial.found else groups
+    return tracer.without(groups, misfits, model, example) if misfits or trial.found else groups
 
 
 def _alike(grid: Ints, dims: list[int]) -> bool:
@@ -80,8 +80,10 @@ class Tracer:
 
     def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, called: Arguments, coupling: str):
         self.program = program
+        self.called = called
         self.entries = find_entries(program, called)
-        self.entered: dict[tuple[fx.Node, Entry], Tensor] = {}
+        self.shared = {table for table, _ in self.entries}
+        self.entered: dict[tuple[fx.Node, Entry | None], Tensor] = {}
         self.narrowings: list[Narrowing] = []
         self.reader: fx.Node | None = None
         self.coupling = coupling
@@ -104,6 +106,7 @@ class Tracer:
         self.summed: list[Ints] = []
         self.normed: list[Ints] = []
         self.averaged: list[Ints] = []
+        self.held: list[tuple[Ints, Frozen]] = []
         self.partial: list[tuple[Ints, Ints, list[int]]] = []
         self.sized: list[Ints] = []
         self.shaped: list[tuple[str, Tensor, int | None]] = []
@@ -139,17 +142,23 @@ class Tracer:
         if node in self.parameters:
             return self._parameter_labels(self.parameters[node])
         entry = self.entries.get((node, self.reader)) if self.reader is not None else None
-        return self.values[node] if entry is None else self._entered(node, entry)
+        return self._entered(node, entry) if node in self.shared else self.values[node]
 
-    def _entered(self, table: fx.Node, entry: Entry) -> Tensor:
-        """The labels of a table inside a module that picks its own part of it along the one axis where it varies."""
+    def _entered(self, table: fx.Node, entry: Entry | None) -> Tensor:
+        """The labels of a table inside a module that picks its own part of it along the one axis where it varies.
+
+        The module that makes the table has no such way; it works with all of it.
+        """
         if (table, entry) not in self.entered:
             labels = self.values[table]
             long = [d for d, size in enumerate(labels.shape) if size > 1]
             if len(long) == 1 and rules.varies(labels):
                 self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
                 own = self.fresh(labels.numel())
-                self.narrowings.append(Narrowing(entry.module, entry.argument, long[0], own))
+                if entry is None:
+                    self.hold(own, table.name, "shared by several modules, of which this one makes it")
+                else:
+                    self.narrowings.append(Narrowing(entry.module, entry.argument, long[0], own))
                 labels = torch.from_numpy(own).view(labels.shape)
             self.entered[table, entry] = labels
         return self.entered[table, entry]
@@ -162,7 +171,7 @@ class Tracer:
             for d in long:
                 self.tie(name, d, np.zeros(shape[d], dtype=np.int64), "free")
             return torch.zeros([1] * len(shape), dtype=torch.int64)
-        return torch.from_numpy(self.axis(name, long[0])).view(shape)
+        return rules.spread(self.axis(name, long[0]), len(shape), long[0])
 
     def axis(self, parameter: str, dim: int, role: str = "free") -> Ints:
         """The labels of a parameter axis, made on first use."""
@@ -193,6 +202,10 @@ class Tracer:
         if (flat != 0).any():
             self.frozen.append(Frozen(what, why))
             self.join(flat, np.zeros_like(flat))
+
+    def hold(self, labels: Tensor | Ints, what: str, why: str) -> None:
+        """These stay as many as they are: zeros stand in for those that go if they are heads, others are frozen."""
+        self.held.append((np.unique(np.asarray(labels)), Frozen(what, why)))
 
     def parameter(self, node: Any) -> str | None:
         return self.parameters.get(node) if isinstance(node, fx.Node) else None
@@ -282,7 +295,7 @@ class Tracer:
         edges = [np.stack([root[narrow], root[wide]], axis=1) for narrow, wide in self.feeds]
         feeds = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *edges]), axis=0)
         shared = next((w for w, n in self._uses.items() if n > 1), None)
-        return Groups(
+        groups = Groups(
             coupling=self.coupling,
             groups=self._groups(axes, feeds),
             axes=axes,
@@ -304,6 +317,28 @@ class Tracer:
             curved=self.curved or (shared and f"{shared} is used twice"),
             example=example,
         )
+        held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in self.held)])])
+        groups, unable = stand_in(groups, held, self.called, self.modules)
+        self.root = np.where(np.isin(root, list(groups.padded)), 0, root)
+        if not len(unable):
+            return groups
+        for labels, about in self.held:
+            if np.isin(root[labels], unable).any():
+                self.freeze(labels[np.isin(root[labels], unable)], about.what, about.why)
+        return self.finish(example)
+
+    def without(self, groups: Groups, misfits: Sequence[str], model: nn.Module, example: Any) -> Groups:
+        """The groups without those that a forward does not do without. Of heads, zeros stand in for those that go."""
+        why = "the model's forward counts on its size"
+        whole = [n for n in misfits if n in heads(groups) and groups.padded.isdisjoint(groups[n].classes.tolist())]
+        for name in misfits:
+            (self.hold if name in whole else self.freeze)(groups[name].classes, name, why)
+        found = self.finish(groups.example)
+        if tried := [n for n in whole if n in found]:
+            for name in (wrong := Trial(model, example, found, self.sized_classes(), []).unfit(tried)):
+                self.freeze(found[name].classes, name, why)
+            found = self.finish(groups.example) if wrong else found
+        return found
 
     def settle(self, example: Any, ignore: Sequence[str], stream: bool) -> Groups:
         """The groups without those to `ignore` and, unless `stream` asks for it, without the residual stream."""
@@ -323,7 +358,7 @@ class Tracer:
         tell whether the sizes are right."""
         averaged = self.root[np.concatenate([np.zeros(1, np.int64), *self.averaged])]
         doubtful = np.intersect1d(averaged, self.sized_classes())
-        self.freeze(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
+        self.hold(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
         return len(doubtful) > 0
 
     def _leave_stream(self, groups: Groups) -> bool:

@@ -94,6 +94,15 @@ class Trial:
             able = {n: needed for n, needed in able.items() if self._fits([n], needed, rounds=1)}
         return doubtful
 
+    def unfit(self, names: Sequence[str]) -> list[str]:
+        """Which of these groups the model does not do without parts of. All others are known to fit and cut short."""
+        self._cut_short([n for n in self.able if n not in names], [])
+        able = [n for n in names if n in self.able]
+        if not self._fits(able, [], rounds=1):
+            able = [n for n in able if self._fits([n], [], rounds=1)]
+            able = able if self._fits(able, []) else []
+        return [n for n in names if n in self.able and n not in able]
+
     def _together(self) -> tuple[list[str], list[Length]]:
         """Groups that can lose units all at once, and the attributes that follow them.
 
