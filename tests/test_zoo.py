@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ def test_a_model_is_measured_and_counts_agree() -> None:
     assert pruned["verified"] and pruned["macs"][1] <= 0.5 * pruned["macs"][0]
     assert pruned["counted"] == [pruned["params"][1], pruned["macs"][1]]
     assert set(pruned["seconds"]) == {"export", "trace", "score", "plan", "apply"}
-    assert both.items() >= pruned.items() and set(both["export_seconds"]) == {".pt2", ".onnx"}
+    assert both.items() >= pruned.items() and set(both["export_seconds"]) == {"capture", ".pt2", ".onnx"}
     assert 0 < both["exported"][".onnx"] <= 1e-5 and both["exported"][".pt2"] <= 1e-5
 
 
@@ -82,14 +81,14 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, peer: bool = True) -> list[zoo.Job
     """Jobs that end at once, and the list of those that were asked for; only hap:a can be pruned."""
     asked: list[zoo.Job] = []
 
-    async def pretend(job: zoo.Job, flops: float, seconds: float) -> zoo.Record:
+    async def pretend(worker: zoo.Worker, job: zoo.Job) -> zoo.Record:
         asked.append(job)
         if job[0] != "hap:a":
             return {"verified": False, "why": "no such thing"} | ({"seconds": 1.0} if job[1] == "torch_pruning" else {})
         seconds_of = {"export": 1.0, "trace": 2.0} if job[1] == "hap" else 5.0
         return {"verified": True, "seconds": seconds_of, "macs": [2, 1], "exported": {".pt2": 0.0, ".onnx": 0.0}}
 
-    monkeypatch.setattr(zoo, "_in_process", pretend)
+    monkeypatch.setattr(zoo.Worker, "measure", pretend)
     monkeypatch.setattr(zoo, "_has_peer", lambda: peer)
     return asked
 
@@ -132,38 +131,84 @@ def test_a_sweep_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_processes_that_end_badly_are_records() -> None:
-    died = [zoo._ending(-9, b""), zoo._ending(1, b"Traceback\nValueError: no\n"), zoo._ending(3, b"")]
-    assert died == ["the process was killed: SIGKILL", "ValueError: no", "the process ended with status 3"]
-    assert zoo._cut_short({"verified": False}, died[0]) == {"verified": False, "why": died[0]}
-    pruned = zoo._cut_short({"verified": True}, died[0])
-    assert pruned["verified"] and pruned["exported"][".onnx"] == died[0] and not equal(pruned)
-    assert zoo._last_record(b'hello\n{"verified": true, "x": 1}\n{"verified": true, "x') == {"verified": True, "x": 1}
+    died = zoo._ending(-9)
+    assert (died, zoo._ending(3)) == ("the process was killed: SIGKILL", "the process ended with 3")
+    assert zoo._cut_short({"verified": False}, died) == {"verified": False, "why": died}
+    pruned = zoo._cut_short({"verified": True}, died)
+    assert pruned["verified"] and pruned["exported"][".onnx"] == died and not equal(pruned)
+    assert [zoo._parsed(line) for line in (b"hello", b"3", b'{"x')] == [{}] * 3
 
 
-def test_interrupting_a_sweep_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle: what was begun is killed and not written down."""
-    started: list[asyncio.subprocess.Process] = []
+PRINTS = """
+import os, sys, time
+while line := sys.stdin.readline():
+    print("noise")
+    if "hap:hangs" in line:
+        print('{"verified": true, "n": 1}', flush=True)
+        time.sleep(60)
+    if "hap:dies" in line:
+        os._exit(3)
+    print('{"verified": true, "n": 1}')
+    print('{"verified": true, "n": 2}')
+    print('{"ended": %d}' % (-9 if "hap:killed" in line else 0), flush=True)
+"""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """The processes that a sweep starts, which are small ones that only print."""
+    processes: list[asyncio.subprocess.Process] = []
     start = asyncio.create_subprocess_exec
 
     async def starting(*command: str, **options: object) -> asyncio.subprocess.Process:
-        process = await start(sys.executable, "-c", "import time; time.sleep(60)", **options)  # type: ignore[arg-type]
-        started.append(process)
-        signal.raise_signal(signal.SIGINT)
-        return process
+        processes.append(await start(sys.executable, "-c", PRINTS, **options))  # type: ignore[arg-type]
+        return processes[-1]
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
+    monkeypatch.setattr(zoo, "_has_peer", lambda: False)
+    return processes
+
+
+def test_a_process_serves_until_it_dies_and_then_another_does(started: list[asyncio.subprocess.Process]) -> None:
+    async def ask() -> list[zoo.Record]:
+        worker = zoo.Worker(0.5, 60)
+        records = [await worker.measure((f"hap:{name}", "hap")) for name in ("good", "killed", "dies", "good")]
+        worker.patience = 0.2
+        records.append(await worker.measure(("hap:hangs", "hap")))
+        await worker.kill()
+        return records
+
+    good, killed, died, again, hung = asyncio.run(ask())
+    assert good == again == {"verified": True, "n": 2}
+    assert killed["verified"] and killed["exported"][".pt2"] == "the process was killed: SIGKILL"
+    assert died == {"verified": False, "why": "the process ended with 3"}
+    assert hung["n"] == 1 and hung["exported"][".onnx"] == "did not end in 0 s"
+    assert [process.returncode for process in started] == [3, -signal.SIGKILL]
+
+
+def test_interrupting_a_sweep_ends_its_processes(tmp_path: Path, started: list[asyncio.subprocess.Process]) -> None:
+    """Ctrl-C in the middle: what was done is in the file, what was begun is killed."""
+
+    def interrupt(text: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
-        zoo.sweep(["hap:a", "hap:b"], tmp_path / "zoo.json", say=_quiet)
+        zoo.sweep(["hap:good", "hap:hangs"], tmp_path / "zoo.json", say=interrupt)
     assert [process.returncode for process in started] == [-signal.SIGKILL]
-    assert not (tmp_path / "zoo.json").exists()
+    assert [r["model"] for r in json.loads((tmp_path / "zoo.json").read_text())["models"]] == ["hap:good"]
 
 
-def test_a_process_ends_with_the_sweep_that_started_it() -> None:
-    command = [sys.executable, "-m", "hap.experiments.zoo_worker", "hap:resnet56", "0.5", "hap", "600"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(60) == 1
+def test_a_process_does_one_model_after_another_and_ends_with_the_sweep() -> None:
+    async def ask() -> tuple[list[zoo.Record], int]:
+        worker = zoo.Worker(0.5, 60)
+        records = [await worker.measure((name, "hap")) for name in ("hap:nothing", "hap:digits_resnet")]
+        assert worker.process is not None and worker.process.stdin is not None
+        worker.process.stdin.close()
+        return records, await worker.process.wait()
+
+    (unknown, pruned), code = asyncio.run(ask())
+    assert not unknown["verified"] and "unknown model" in unknown["why"].lower()
+    assert pruned["verified"] and equal(pruned) and pruned["peak_gib"] > 0 and code == 0
 
 
 def test_unknown_models_and_time_limits_are_reasons() -> None:
@@ -173,8 +218,6 @@ def test_unknown_models_and_time_limits_are_reasons() -> None:
         build("hf:nothing")
     (record,) = zoo_ours.measure("hap:digits_resnet", 0.5, limit=0.001)
     assert not record["verified"] and record["why"] == "took longer than 0 s"
-    unknown = asyncio.run(zoo._in_process(("hap:nothing", "hap"), 0.5, 60))
-    assert not unknown["verified"] and "unknown model" in unknown["why"].lower()
 
 
 def test_a_clock_adds_up_and_stops_what_takes_too_long() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,21 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     tensors, the batch: that may have any length, unless `dynamic_batch` is False.
     """
     path = Path(path)
+    _writer(path)
+    return write(path, capture(model, example, dynamic_batch=dynamic_batch))
+
+
+def write(path: Path, program: ExportedProgram) -> Path:
+    """Write a captured program as the ending of the path says."""
+    write_atomic(path, lambda temporary: _writer(path)(temporary, program))
+    return path
+
+
+def _writer(path: Path) -> Callable[[Path, ExportedProgram], None]:
     writers = {".onnx": _onnx, ".pt2": _program}
     if path.suffix not in writers:
         raise HapError(f"cannot export to {path}: the name must end in .onnx or .pt2")
-    program = capture(model, example, dynamic_batch=dynamic_batch)
-    write_atomic(path, lambda temporary: writers[path.suffix](temporary, program))
-    return path
+    return writers[path.suffix]
 
 
 def capture(model: nn.Module, example: Any, *, dynamic_batch: bool = False) -> ExportedProgram:

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -74,60 +73,81 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
 
 async def _all(jobs: Iterable[Job], flops: float, seconds: float, processes: int,
                done: Callable[[Job, Record], None]) -> None:  # fmt: skip
-    """So many processes at a time. Ctrl-C cancels this, and each job ends its process."""
-    gate = asyncio.Semaphore(processes)
+    """Hand out the jobs in turn to so many processes. Ctrl-C cancels this, and every process is killed."""
+    waiting = iter(jobs)
 
-    async def one(job: Job) -> None:
-        async with gate:
-            record = await _in_process(job, flops, seconds)
-        done(job, record)
+    async def work() -> None:
+        worker = Worker(flops, seconds)
+        try:
+            for job in waiting:
+                done(job, await worker.measure(job))
+        finally:
+            await worker.kill()
 
     try:
         async with asyncio.TaskGroup() as group:  # which waits for all of them, also when it is cancelled
-            for job in jobs:
-                group.create_task(one(job))
+            for _ in range(processes):
+                group.create_task(work())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _in_process(job: Job, flops: float, seconds: float) -> Record:
-    """The last record that the process printed; however it ended, there is one, with a reason."""
-    spec, tool = job
-    command = (sys.executable, "-W", "ignore", "-m", "hap.experiments.zoo_worker", spec, str(flops), tool, str(seconds))
-    patience = 3 * seconds + 300  # it keeps to its limits itself, unless it hangs where nothing can interrupt it
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=errors, env=os.environ | ALONE,
-            start_new_session=True,
-        )  # fmt: skip
-        ending = ""
+class Worker:
+    """A process that measures models, started when there is something to do and again after it died."""
+
+    def __init__(self, flops: float, seconds: float):
+        self.flops, self.seconds = flops, seconds
+        self.patience = 3 * seconds + 300  # it keeps to its limits itself, unless it hangs where nothing can stop it
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def measure(self, job: Job) -> Record:
+        """The last record that the process printed of this model; however it ended, there is one, with a reason."""
+        records: list[Record] = [{"verified": False}]
         try:
-            await asyncio.wait_for(process.wait(), patience)
+            async with asyncio.timeout(self.patience):
+                code = await self._ask(job, records)
         except TimeoutError:
-            ending = f"did not end in {patience:.0f} s"
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        output.seek(0)
-        errors.seek(0)
-        record = _last_record(output.read())
-        if process.returncode:
-            ending = ending or _ending(process.returncode, errors.read())
-            record = _cut_short(record, ending)
-    return record
+            await self.kill()
+            return _cut_short(records[-1], f"did not end in {self.patience:.0f} s")
+        return _cut_short(records[-1], _ending(code)) if code else records[-1]
+
+    async def _ask(self, job: Job, records: list[Record]) -> int:
+        """Adds what the process prints; returns how it ended."""
+        process = self.process = self.process or await self._start()
+        assert process.stdin is not None and process.stdout is not None
+        spec, tool = job
+        process.stdin.write(json.dumps([spec, self.flops, tool, self.seconds]).encode() + b"\n")
+        while line := await process.stdout.readline():
+            found = _parsed(line)
+            if "ended" in found:
+                return int(found["ended"])
+            if "verified" in found:
+                records.append(found)
+        self.process = None
+        return await process.wait() or 1
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-W", "ignore", "-m", "hap.experiments.zoo_worker", stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=os.environ | ALONE,
+            start_new_session=True, limit=2**24,
+        )  # fmt: skip
+
+    async def kill(self) -> None:
+        """End the process and what it has forked."""
+        process, self.process = self.process, None
+        if process is not None and process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
 
-def _last_record(output: bytes) -> Record:
-    """Libraries may print lines of their own; half a line is none."""
-    for line in reversed(output.decode(errors="replace").splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "verified" in record:
-            return record
-    return {"verified": False}
+def _parsed(line: bytes) -> Record:
+    """Libraries may print lines of their own; those are none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _cut_short(record: Record, ending: str) -> Record:
@@ -137,11 +157,8 @@ def _cut_short(record: Record, ending: str) -> Record:
     return record | {"why": ending}
 
 
-def _ending(code: int, errors: bytes) -> str:
-    if code < 0:
-        return f"the process was killed: {signal.Signals(-code).name}"
-    lines = errors.decode(errors="replace").strip().splitlines()
-    return (lines or [f"the process ended with status {code}"])[-1][:400]
+def _ending(code: int) -> str:
+    return f"the process was killed: {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code}"
 
 
 def _has_peer() -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hap
+from hap import exporting
 from hap.errors import HapError
 from hap.examples import call_arguments, run
 from hap.experiments.zoo_clock import Clock, OutOfTime, reason
@@ -37,7 +38,6 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
     the graph that hap.rewrite makes of it, or else with its residual stream. The limit in seconds is on pruning, and
     then once more on exporting; what torch.export takes before, alone, is only there to compare with.
     """
-    warm_up()
     model, example = build(spec)
     record: Record = {"verified": False}
     clock, alone = Clock(limit), Clock(limit)
@@ -116,18 +116,22 @@ def exported(model: nn.Module, example: Any, clock: Clock | None = None) -> Reco
     """
     _enliven(model)
     args, kwargs = call_arguments(example)
-    wanted = _tensors(run(model, example))
+    clock, wanted = clock or Clock(), _tensors(run(model, example))
     found: Record = {}
 
     def gap(ending: str, outputs: Callable[[Path, Any, Any], list[Tensor]]) -> float:
-        path = hap.export(Path(folder) / f"model{ending}", model, example, dynamic_batch=False)
+        path = exporting.write(Path(folder) / f"model{ending}", program)
         return _gap(wanted, outputs(path, args, kwargs))
 
+    try:
+        program = clock("capture", lambda: exporting.capture(model, example))
+    except (Exception, OutOfTime) as error:  # whatever keeps a foreign model from it is the record's reason
+        return dict.fromkeys(_OUTPUTS, reason(error))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for ending, outputs in ((".pt2", _program_outputs), (".onnx", _onnx_outputs)):
+        for ending, outputs in _OUTPUTS.items():
             try:
-                found[ending] = (clock or Clock())(ending, partial(gap, ending, outputs))
-            except (Exception, OutOfTime) as error:  # whatever keeps a foreign model from it is the record's reason
+                found[ending] = clock(ending, partial(gap, ending, outputs))
+            except (Exception, OutOfTime) as error:
                 found[ending] = reason(error)
     return found
 
@@ -167,3 +171,7 @@ def _onnx_outputs(path: Path, args: Any, kwargs: Any) -> list[Tensor]:
     names = [i.name for i in session.get_inputs()]
     feeds = dict(zip(names, (x.numpy() for x in _tensors((args, kwargs))), strict=True))
     return [torch.from_numpy(x) for x in session.run(None, feeds)]
+
+
+_OUTPUTS: dict[str, Callable[[Path, Any, Any], list[Tensor]]] = {".pt2": _program_outputs, ".onnx": _onnx_outputs}
+"""How each kind of file is run."""

@@ -1,36 +1,68 @@
-"""One model in a process of its own: prints what is known of it as JSON, a line whenever more is known.
+"""A process that prunes one model after another for a sweep, each in a fork of itself, so that libraries load once.
 
-python -m hap.experiments.zoo_worker tv:resnet18 0.5 hap 200
+It reads jobs from standard input, one JSON line each: model, share of FLOPs, "hap" or "torch_pruning", and the limit in
+seconds. It prints what is known of the model, a line whenever more is known, and at last how its fork ended.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import resource
 import sys
 import threading
+from typing import Any
 
 import torch
 
-from hap.experiments.zoo_models import build
-from hap.experiments.zoo_ours import measure
+from hap.experiments.zoo_clock import reason
+from hap.experiments.zoo_models import build, import_torchvision
+from hap.experiments.zoo_ours import measure, warm_up
 from hap.experiments.zoo_peer import measure_peer
 
+LIBRARIES = ("torchvision", "timm", "transformers", "onnxscript", "torch_pruning")
 
-def main(spec: str, flops: str, tool: str, limit: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+def main() -> None:
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # parts of torchvision compile themselves where their kernels are missing
-    limits = float(flops), float(limit)
-    for record in measure(spec, *limits) if tool == "hap" else measure_peer(lambda: build(spec), *limits):
-        print(json.dumps(record | {"peak_gib": round(_peak_gib(), 2)}), flush=True)
+    _load()
+    warm_up()
+    while line := sys.stdin.readline():
+        if not (child := os.fork()):
+            _child(*json.loads(line))
+        _, status = os.waitpid(child, 0)
+        _print({"ended": os.waitstatus_to_exitcode(status)})
 
 
-def _end_with_parent() -> None:
-    """Standard input is a pipe that only the sweep holds: it ends when the sweep does, however that ends."""
+def _load() -> None:
+    """What a model may need, where it is installed."""
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name):
+            import_torchvision() if name == "torchvision" else importlib.import_module(name)
+
+
+def _child(spec: str, flops: float, tool: str, limit: float) -> None:
+    threading.Thread(target=_end_with_sweep, daemon=True).start()
+    try:
+        for record in measure(spec, flops, limit) if tool == "hap" else measure_peer(lambda: build(spec), flops, limit):
+            _print(record | {"peak_gib": round(_peak_gib(), 2)})
+    except BaseException as error:  # such as a model that cannot be built
+        _print({"verified": False, "why": reason(error)})
+    os._exit(0)
+
+
+def _end_with_sweep() -> None:
+    """Only the sweep holds the other end of standard input, which therefore ends when the sweep does, however."""
     os.read(0, 1)
     os._exit(1)
+
+
+def _print(record: dict[str, Any]) -> None:
+    sys.stdout.write(f"\n{json.dumps(record)}\n")  # on a line of its own, whatever a library has printed before
+    sys.stdout.flush()
 
 
 def _peak_gib() -> float:
@@ -39,4 +71,4 @@ def _peak_gib() -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
