@@ -20,7 +20,7 @@ import hap
 from hap.cli import app
 from hap.experiments import zoo, zoo_ours
 from hap.experiments.zoo_clock import Clock, OutOfTime, reason
-from hap.experiments.zoo_models import HUGGING_FACE, build, suppress
+from hap.experiments.zoo_models import HUGGING_FACE, Missing, build, suppress
 from hap.experiments.zoo_page import rendered
 from hap.experiments.zoo_peer import measure_peer
 from hap.experiments.zoo_summary import equal, family_rows, sentences, summary
@@ -216,6 +216,10 @@ def test_unknown_models_and_time_limits_are_reasons() -> None:
         build("nothing")
     with pytest.raises(hap.HapError, match="unknown model 'hf:nothing'; known are albert, "):
         build("hf:nothing")
+    with pytest.raises(Missing, match=r"timm .* has no model 'nothing'"):
+        build("timm:nothing")
+    with pytest.raises(Missing, match=r"torchvision .* has no model 'nothing'"):
+        build("tv:nothing")
     (record,) = zoo_ours.measure("hap:digits_resnet", 0.5, limit=0.001)
     assert not record["verified"] and record["why"] == "took longer than 0 s"
 
@@ -298,12 +302,14 @@ def _record(spec: str, own: float, peer: float | None, gap: float | str = 0.0) -
 
 def test_the_summary_counts_what_died_at_the_limit() -> None:
     records = [_record("tv:resnet18", 2.0, 4.0), _record("tv:fcn_resnet50", 70.0, None, "why"),
-               _record("timm:b", 1.0, 6.0, 0.5), {"model": "hf:c", "verified": False, "why": "killed"}]  # fmt: skip
+               _record("timm:b", 1.0, 6.0, 0.5), {"model": "hf:c", "verified": False, "why": "killed"},
+               {"model": "timm:new", "verified": False, "why": "no such model", "missing": True}]  # fmt: skip
     found = summary(records, 200)
     assert found["seconds"]["all"] == {"models": 4, "hap": 273.0}
     assert found["seconds"]["both"]["hap"] == 73 and found["seconds"]["both"]["torch_pruning"] == 210
     assert found["seconds"]["both_verified"]["hap"] == 3 and found["seconds"]["both_verified"]["torch_pruning"] == 10
     assert found["all"]["torch_pruning"] == {"models": 3, "verified": 2, "reached": 1}
+    assert found["missing"] == ["timm:new"] and found["all"]["models"] == 4
     assert found["torch_pruning_timed_out"] == ["tv:fcn_resnet50"]
     assert found["times_export"]["above_3"] == {"tv:fcn_resnet50": 70}
     assert found["above_60_seconds"] == {"tv:fcn_resnet50": 70, "hf:c": 200}

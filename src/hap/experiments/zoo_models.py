@@ -15,6 +15,13 @@ from hap.errors import HapError
 from hap.experiments.zoo_hugging_face import HUGGING_FACE
 
 
+class Missing(HapError):
+    """The installed version of the library does not have the model."""
+
+    def __init__(self, library: Any, name: str):
+        super().__init__(f"{library.__name__} {library.__version__} has no model {name!r}")
+
+
 def build(spec: str) -> tuple[nn.Module, Any]:
     """A model in eval mode and an example: `tv:NAME` (torchvision), `timm:NAME`, `hf:NAME` or `hap:NAME`."""
     family, _, name = spec.partition(":")
@@ -33,6 +40,8 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
     import_torchvision()
     import timm
 
+    if not timm.is_model(name):
+        raise Missing(timm, name)
     model: Any = timm.create_model(name)
     return model, torch.randn(1, *model.pretrained_cfg["input_size"])
 
@@ -47,6 +56,8 @@ SEGMENTERS = ("deeplabv3", "fcn", "lraspp")
 
 def _torchvision(name: str) -> tuple[nn.Module, Any]:
     library = import_torchvision()
+    if name not in library.models.list_models():
+        raise Missing(library, name)
     if name.startswith(DETECTORS):
         sizes = {} if name.startswith("ssd") else {"min_size": 224, "max_size": 224}  # the smallest side, not 800
         if "rcnn" in name:  # fewer proposals: without torchvision's own kernels, each takes long to cut out
@@ -102,7 +113,9 @@ def _hugging_face(name: str) -> tuple[nn.Module, Any]:
     import transformers
 
     cls, settings, example = HUGGING_FACE[name]
-    network = getattr(transformers, cls)
+    network = getattr(transformers, cls, None)
+    if network is None:
+        raise Missing(transformers, cls)
     return network(network.config_class(**settings)), example()
 
 

@@ -49,7 +49,7 @@ def _source(result: Record) -> str:
 
 def _failures(records: list[Record]) -> list[str]:
     """Why a model was not pruned, and which were pruned but are not the same after export."""
-    said = [f"`{r['model']}` was not pruned: {r['why']}" for r in records if not r["verified"]]
+    said = [f"`{r['model']}` was not pruned: {r['why']}" for r in records if not (r["verified"] or r.get("missing"))]
     for record in records:
         for ending in ENDINGS:
             gap = (record.get(EXPORT) or {}).get(ending)

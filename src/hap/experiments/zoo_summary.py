@@ -48,7 +48,8 @@ def times_export(record: Record) -> float | None:
 
 
 def summary(records: Sequence[Record], limit: float) -> Record:
-    """All of it from the records alone."""
+    """All of it from the records alone. Models that the installed libraries do not have are listed, and not counted."""
+    missing, records = [r["model"] for r in records if r.get("missing")], [r for r in records if not r.get("missing")]
     both = [r for r in records if PEER in r]
     won = [r for r in both if r["verified"] and r[PEER]["verified"]]
     ratios = {r["model"]: ratio for r in records if (ratio := times_export(r)) is not None}
@@ -67,6 +68,7 @@ def summary(records: Sequence[Record], limit: float) -> Record:
             "median": median(ratios.values()) if ratios else None,
             f"above_{MANY_EXPORTS}": {m: ratio for m, ratio in ratios.items() if ratio > MANY_EXPORTS},
         },
+        "missing": missing,
         f"above_{LONG}_seconds": {m: s for m, s in own.items() if s > LONG},
     }
 
@@ -135,6 +137,8 @@ def sentences(found: Record) -> list[str]:
         )
     slow = [f"{m} ({s:.0f} s)" for m, s in sorted(long.items(), key=lambda item: -item[1])]
     said.append(f"Longer than {LONG} s: {_names(slow)}." if slow else f"None took longer than {LONG} s.")
+    if found["missing"]:
+        said.append(f"Not counted, since the installed libraries do not have them: {_names(found['missing'])}.")
     return said
 
 
