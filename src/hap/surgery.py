@@ -381,7 +381,7 @@ def _compare(
     """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
         # a forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart
-        pruned = _variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
+        pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
         _follow(pruned, plan, copy.deepcopy(implants))
         seen = outputs(pruned, example)
     except Exception as error:
@@ -412,7 +412,7 @@ def _masked_outputs(
             sparse[placeholder] = thin
         else:
             changed[name] = _zeroed(tensor, cuts.get(name, {}), masks)
-    masked = _variant(model, changed)
+    masked = variant(model, changed)
     if base is not None:
         _follow(masked, base, {})
     modules, inputs = dict(masked.named_modules()), {name: list(keep) for name, keep in plan.kept_inputs().items()}
@@ -446,7 +446,7 @@ def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     return shorter
 
 
-def _variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
+def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
     """A copy with some tensors changed. Other parameters are shared."""
     memo: dict[int, Any] = {}
     tensors = _tensors(model)

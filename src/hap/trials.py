@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hap.blocks import heads
 from hap.comparing import in_float64
 from hap.groups import Groups, Ints, Length
 from hap.plans import draft
-from hap.surgery import check_by_running
+from hap.surgery import check_by_running, variant
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 
@@ -45,7 +46,7 @@ class Trial:
     """
 
     def __init__(self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length]):
-        self.model, self.example, self.groups, self.candidates = model, example, groups, candidates
+        self.model, self.example, self.groups, self.candidates = _telling(model, groups), example, groups, candidates
         self.removals = _trial_removals(groups, [x.classes for x in candidates])
         self.able = [n for n in groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
@@ -190,6 +191,20 @@ class Trial:
                 self.ran = True
                 self._be_precise(wanted)
         return True
+
+
+def _telling(model: nn.Module, groups: Groups) -> nn.Module:
+    """The model with random weights in its attention heads, all else shared.
+
+    Those of an untrained model may be so small that every head looks at all alike, and heads of a wrong width would do.
+    """
+    tensors, changed, random = dict(model.named_parameters()), {}, torch.Generator().manual_seed(0)
+    for name in dict.fromkeys(p.weight for n in heads(groups) for p in groups[n].producers):
+        if tensors[name].is_floating_point():
+            fans = tensors[name].numel() / max(tensors[name].shape)
+            values = torch.randn(tensors[name].shape, generator=random, dtype=torch.float64)
+            changed[name] = (2 / fans**0.5 * values).to(tensors[name])
+    return variant(model, changed) if changed else model
 
 
 def _failing_module(error: BaseException) -> str | None:
