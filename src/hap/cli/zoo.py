@@ -10,7 +10,7 @@ import typer
 from hap.cli.screen import out, resumable, table
 from hap.errors import HapError
 from hap.experiments.zoo import sweep
-from hap.experiments.zoo_summary import FAMILY_HEADS, PEER, Record, equal, family_rows, own_seconds, sentences
+from hap.experiments.zoo_summary import FAMILY_HEADS, PEER, Record, equal, failures, family_rows, own_seconds, sentences
 
 
 def zoo(
@@ -42,14 +42,14 @@ def zoo(
     heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export", "exported", "torch-pruning"]
     out().print(table(heads, [_row(record, seconds) for record in found["models"]]))
     out().print(table(FAMILY_HEADS, family_rows(found["summary"])))
-    for line in sentences(found["summary"]):
+    for line in [*failures(found["models"]), *sentences(found["summary"])]:
         out().print(line, markup=False, soft_wrap=True)
 
 
 def _row(record: Record, limit: float) -> list[str]:
     peer = _peer(record.get(PEER))
     if not record["verified"]:
-        return [record["model"], "-", "-", "-", "-", record["why"][:40], "-", peer]
+        return [record["model"], "-", "-", "-", "-", "-", "-", peer]
     left = [f"{record[key][1] / record[key][0]:.1%}" for key in ("macs", "params")]
     seconds = f"{own_seconds(record, limit):.1f}", f"{record['seconds']['export']:.1f}"
     return [record["model"], str(record["groups"]), *left, *seconds, "equal" if equal(record) else "no", peer]

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from hap.errors import HapError
-from hap.experiments.zoo_summary import ENDINGS, EQUAL, EXPORT, FAMILY_HEADS, family_rows, sentences, summary
+from hap.experiments.zoo_summary import EQUAL, FAMILY_HEADS, Record, failures, family_rows, sentences, summary
 from hap.files import write_atomic
 from hap.report.results import table
 
-Record = dict[str, Any]
 BEGIN, END = "<!-- from results/zoo.json by python -m hap.experiments.zoo_page -->", "<!-- end of it -->"
 
 
@@ -28,7 +26,7 @@ def figures(result: Record) -> str:
         "FLOPs as planned. torch-pruning's bar is lower: something went, and outputs have the shape they had. *Equal*: "
         f"outputs after export are within {EQUAL:g} of the pruned model's, relative to the largest. {_source(result)}"
     )
-    said = "\n".join(f"- {line}" for line in [*sentences(found), *_failures(result["models"])])
+    said = "\n".join(f"- {line}" for line in [*sentences(found), *failures(result["models"])])
     return f"""{fill(opening, 120, break_on_hyphens=False)}
 
 {table(FAMILY_HEADS, family_rows(found))}
@@ -45,20 +43,6 @@ def _source(result: Record) -> str:
         f"Seconds are of one thread on {cpus}, {processes} models at a time, at most {result['limit_seconds']:g} for "
         f"each; {with_what}."
     )
-
-
-def _failures(records: list[Record]) -> list[str]:
-    """Why a model was not pruned, and which were pruned but are not the same after export."""
-    said = [f"`{r['model']}` was not pruned: {r['why']}" for r in records if not (r["verified"] or r.get("missing"))]
-    for record in records:
-        for ending in ENDINGS:
-            gap = (record.get(EXPORT) or {}).get(ending)
-            if isinstance(gap, str):
-                too = isinstance((record.get("exported_dense") or {}).get(ending), str)
-                said.append(f"`{record['model']}` to {ending}{', pruned or dense' * too}: {gap}")
-            elif gap is not None and gap > EQUAL:
-                said.append(f"`{record['model']}` to {ending}: outputs differ by {gap:.1e}")
-    return said
 
 
 def rendered(page: str, result: Record) -> str:

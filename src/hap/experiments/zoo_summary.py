@@ -142,6 +142,20 @@ def sentences(found: Record) -> list[str]:
     return said
 
 
+def failures(records: Sequence[Record]) -> list[str]:
+    """Why a model was not pruned, and which were pruned but are not the same after export."""
+    said = [f"`{r['model']}` was not pruned: {r['why']}" for r in records if not (r["verified"] or r.get("missing"))]
+    for record in records:
+        for ending in ENDINGS:
+            gap = (record.get(EXPORT) or {}).get(ending)
+            if isinstance(gap, str):
+                too = isinstance((record.get("exported_dense") or {}).get(ending), str)
+                said.append(f"`{record['model']}` to {ending}{', pruned or dense' * too}: {gap}")
+            elif gap is not None and gap > EQUAL:
+                said.append(f"`{record['model']}` to {ending}: outputs differ by {gap:.1e}")
+    return said
+
+
 def _names(names: Sequence[str], most: int = 12) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
