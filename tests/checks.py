@@ -169,7 +169,7 @@ def random_scores(groups: Groups, seed: int = 0) -> dict[str, Tensor]:
 def reachable(groups: Groups, kind: str, fractions: Iterable[float]) -> list[float]:
     """Those fractions that the removal of all but one unit per group would meet."""
     least = hap.draft(groups, {n: range(1, len(g)) for n, g in groups.items() if len(g) > 1})
-    field = {"params": "params", "flops": "macs", "channels": "channels"}[kind]
+    field = {"flops": "macs"}.get(kind, kind)
     bottom = getattr(least.after, field) / max(getattr(least.before, field), 1)
     return [f for f in fractions if f > bottom + 0.05 * (1 - bottom)]
 

@@ -1,9 +1,12 @@
 """cost: parameters and multiply-adds against published sizes and sums done by hand."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 import hap
 from cases import CASES
@@ -87,3 +90,22 @@ def test_counting_leaves_the_model() -> None:
     before = snapshot(model)
     hap.cost(model, example)
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", ["residual", "inception", "bottleneck", "mlp_with_norm", "squeeze_excite"])
+def test_activations_are_what_the_layers_write(name: str) -> None:
+    model, example = CASES[name]()
+    groups = hap.trace(model, example)
+    plan = hap.plan(groups, hap.score(model, groups, None, None, "random"), hap.Budget(activations=0.7))
+    assert 0 < plan.after.activations <= 0.7 * plan.before.activations
+    for cost, network in ((plan.before, model), (plan.after, hap.apply_(copy.deepcopy(model), plan, example))):
+        assert _written(network, example) == cost.activations
+
+
+def _written(model: nn.Module, example: torch.Tensor) -> int:
+    sizes = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear | _ConvNd):
+            module.register_forward_hook(lambda m, args, out: sizes.append(out.numel()))
+    model(example)
+    return sum(sizes)

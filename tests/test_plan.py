@@ -110,7 +110,7 @@ def test_channel_budgets_are_exact(fraction: float) -> None:
     assert plan.after.channels == round(100 * fraction)
 
 
-@pytest.mark.parametrize("kind", ["params", "flops", "channels"])
+@pytest.mark.parametrize("kind", ["params", "flops", "channels", "activations"])
 def test_everything_left_removes_nothing(kind: str) -> None:
     groups = traced("residual", "union")
     plan = hap.plan(groups, random_scores(groups), hap.Budget(**{kind: 1.0}), implant=0.5)
@@ -119,7 +119,7 @@ def test_everything_left_removes_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "inception", "bottleneck", "residual_with_branches", "grouped_few"])
-@pytest.mark.parametrize("kind", ["params", "flops", "channels"])
+@pytest.mark.parametrize("kind", ["params", "flops", "channels", "activations"])
 @pytest.mark.parametrize("per_cost", [False, True])
 @both
 def test_tight_at_many_fractions(name: str, kind: str, per_cost: bool, coupling: str) -> None:
@@ -136,7 +136,7 @@ def test_tight_at_many_fractions(name: str, kind: str, per_cost: bool, coupling:
 @both
 def test_unreachable_says_what_is_reachable(coupling: str) -> None:
     groups = traced("residual", coupling)
-    for kind in ("params", "flops", "channels"):
+    for kind in ("params", "flops", "channels", "activations"):
         with pytest.raises(hap.HapError, match=rf"{kind}=0.001 cannot be reached.*at least") as caught:
             hap.plan(groups, random_scores(groups), hap.Budget(**{kind: 0.001}))
         said = float(str(caught.value).partition("at least ")[2].split()[0])

@@ -58,6 +58,7 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
         feeds=groups.feeds[(to[source] > 0) & (to[stream] > 0)],
         lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
         products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
+        written=tuple(replace(x, classes=to[x.classes]) for x in groups.written),
         narrowings=tuple(
             replace(x, classes=to[x.classes], among=None if x.among is None else to[x.among]) for x in groups.narrowings
         ),

@@ -20,11 +20,13 @@ from hap.implants import ChannelImplant, Implant
 
 @dataclass(frozen=True)
 class Cost:
-    """`params`: trainable and frozen parameters; `macs`: multiply-adds on the example; `channels`: units left."""
+    """`params`: trainable and frozen parameters; `macs`: multiply-adds on the example; `channels`: units left;
+    `activations`: values that convolutions and linear layers write (0 in plans of old files)."""
 
     params: int
     macs: int
     channels: int
+    activations: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class CostModel:
         if isinstance(self.implant, ChannelImplant) and grafted.any():
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs
-        return Cost(params, total, int(live[self._units].sum()))
+        written = sum(p.positions * int(live[p.classes].sum()) for p in self.groups.written)
+        return Cost(params, total, int(live[self._units].sum()), written)
 
     def _part(self, term: Term, live: Bools) -> int:
         size = 1

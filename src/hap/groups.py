@@ -170,12 +170,12 @@ class Groups(Mapping[str, Group]):
     """The result of `hap.trace`: groups by name, plus all that planning and surgery need to know.
 
     `axes[(parameter, dim)]` holds one class per index, below `classes`; each row (c, s) of `feeds` says that class c
-    feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `direct` are the weights that only
-    the layer that owns them uses, once; `lengths` are integers of modules that follow an axis;
-    `scales` are the batch normalisations' weights; `spanned` are the classes that a normalisation averages over, so
-    that removing them changes the others; zeros stand in for those in `padded` when they go. `spaces` says where heads
-    can be narrowed, once `hap.narrowable` has looked; each row (c, t) of `tails` says that class t is what goes when
-    head c is.
+    feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `written` are the outputs of layers,
+    a value for what a product counts as a multiply-add; `direct` are the weights that only the layer that owns them
+    uses, once; `lengths` are integers of modules that follow an axis; `scales` are the batch normalisations' weights;
+    `spanned` are the classes that a normalisation averages over, so that removing them changes the others; zeros stand
+    in for those in `padded` when they go. `spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
+    each row (c, t) of `tails` says that class t is what goes when head c is.
     """
 
     coupling: str
@@ -203,6 +203,7 @@ class Groups(Mapping[str, Group]):
     spaces: tuple[Space, ...] = field(default=(), repr=False)
     tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
     padded: frozenset[int] = frozenset()
+    written: tuple[Product, ...] = field(default=(), repr=False)
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]

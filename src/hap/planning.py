@@ -21,9 +21,10 @@ from hap.plans import Plan, assemble
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be left, as a fraction of the dense model. One or several of the first three, all of which hold then:
+    """What may be left, as a fraction of the dense model. One or several of the first four, all of which hold then:
 
-    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units. Or `latency` alone:
+    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units; `activations`: values
+    that convolutions and linear layers write, which tell more than FLOPs of the time on a GPU. Or `latency` alone:
     measured time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
     """
 
@@ -31,6 +32,7 @@ class Budget:
     flops: float | None = None
     channels: float | None = None
     latency: float | None = None
+    activations: float | None = None
 
     def __post_init__(self) -> None:
         for kind, value in self.given.items():
@@ -41,7 +43,8 @@ class Budget:
         if not self.given or (self.latency is not None and len(self.given) > 1):
             said = ", ".join(f"{k}={v}" for k, v in self.given.items()) or "nothing"
             raise HapError(
-                f"the budget says {said}; expected one or several of params=, flops=, channels=, or latency= alone"
+                f"the budget says {said}; expected one or several of params=, flops=, channels=, activations=, or "
+                "latency= alone"
             )
 
     @property
@@ -51,7 +54,7 @@ class Budget:
 
     def of(self, cost: Cost) -> Ints:
         """The amounts that there are limits on, in the order of `given`."""
-        amounts = {"params": cost.params, "flops": cost.macs, "channels": cost.channels}
+        amounts = vars(cost) | {"flops": cost.macs}
         return np.array([amounts[kind] for kind in self.given], dtype=np.int64)
 
 

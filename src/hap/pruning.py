@@ -28,8 +28,9 @@ from hap.tracing import trace
 
 def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
            params: float | None = None, flops: float | None = None, channels: float | None = None,
-           latency: float | None = None, backend: str = "eager", threads: int | None = None,
-           implant: Implant | float | None = None, coupling: str = "joint", criterion: Criterion | str = "hessian",
+           activations: float | None = None, latency: float | None = None, backend: str = "eager",
+           threads: int | None = None, implant: Implant | float | None = None, coupling: str = "joint",
+           criterion: Criterion | str = "hessian",
            limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), stream: bool = False,
            per_cost: bool = False, compensate: bool = False, verify: bool = True) -> Plan:  # fmt: skip
     """Prune `model` in place to a budget and return the plan. Budgets are the fraction LEFT; several all hold.
@@ -46,7 +47,7 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
     (`hap.parts`), and a warning names them: what passes between them is kept, and budgets of FLOPs are those of the
     parts. If anything fails, the model is left as it was.
     """
-    budget = Budget(params=params, flops=flops, channels=channels, latency=latency)
+    budget = Budget(params=params, flops=flops, channels=channels, activations=activations, latency=latency)
     batches = list(batches) if batches is not None else None
     if compensate and batches is None:
         raise HapError("compensate=True needs batches, an iterable of (input, target)")

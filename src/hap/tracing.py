@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +96,7 @@ class Tracer:
         self.feeds: list[tuple[Ints, Ints]] = []
         self.scatters: list[Scatter] = []
         self.terms: list[Term] = []
+        self.layers: list[fx.Node] = []
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
         self.lengths: list[Length] = []
@@ -220,6 +221,7 @@ class Tracer:
             self._direct.add(weight)
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
         self.terms.append(Term(weight, positions, part))
+        self.layers.append(node)
 
     def called_once(self, node: fx.Node) -> str | None:
         """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
@@ -307,6 +309,7 @@ class Tracer:
             terms=tuple(self.terms),
             fixed_macs=self.fixed_macs,
             products=tuple(Product(root[p.classes], p.positions) for p in self.products),
+            written=tuple(self._written(root)),
             direct=frozenset(w for w in self._direct if self._uses[w] == 1),
             sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             narrowings=tuple(replace(x, classes=root[x.classes]) for x in self.narrowings),
@@ -326,6 +329,13 @@ class Tracer:
             if np.isin(root[labels], unable).any():
                 self.freeze(labels[np.isin(root[labels], unable)], about.what, about.why)
         return self.finish(example)
+
+    def _written(self, root: Ints) -> Iterator[Product]:
+        """What the layers write: as many values for each label of an output as it stands for."""
+        for node in self.layers:
+            labels = self.values.get(node)
+            if isinstance(labels, Tensor) and labels.numel():
+                yield Product(root[labels.flatten().numpy()], node.meta["val"].numel() // labels.numel())
 
     def without(self, groups: Groups, misfits: Sequence[str], model: nn.Module, example: Any) -> Groups:
         """The groups without those that a forward does not do without. Of heads, zeros stand in for those that go."""

@@ -115,6 +115,7 @@ def prune(
     params: Annotated[float | None, typer.Option(help="Share of the parameters that is LEFT.")] = None,
     flops: Annotated[float | None, typer.Option(help="Share of the multiply-adds that is LEFT.")] = None,
     channels: Annotated[float | None, typer.Option(help="Share of the channels that is LEFT.")] = None,
+    activations: Annotated[float | None, typer.Option(help="Share of what layers write that is LEFT.")] = None,
     latency: Annotated[float | None, typer.Option(help="Share of the measured time that is LEFT.")] = None,
     backend: Backend = "eager",
     threads: Threads = None,
@@ -160,10 +161,10 @@ def prune(
     """
     if latency is not None and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
-    budget = hap.Budget(params, flops, channels, latency)
+    budget = hap.Budget(params, flops, channels, latency, activations)
     left = 1.0 if latency is not None else channels  # a step has a budget of its own; that of time is met here
     step = PruneStep("prune", criterion, params, flops, left, implant, implant_kind, implant_init, coupling, probes,
-                     per_layer, round_to, tuple(leave or ()), per_cost, compensate)  # fmt: skip
+                     per_layer, round_to, tuple(leave or ()), per_cost, compensate, activations)  # fmt: skip
     check_saved_name(out, checkpoint, scores)
     network, saved, spec = opened(checkpoint, model, device)
     if saved.plan is not None:

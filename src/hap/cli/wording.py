@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 ARGUMENTS = (
-    "params", "flops", "channels", "per_layer", "round_to", "leave", "probes", "coupling", "criterion", "implant",
-    "calibration", "latency", "threads",
+    "params", "flops", "channels", "activations", "per_layer", "round_to", "leave", "probes", "coupling", "criterion",
+    "implant", "calibration", "latency", "threads",
 )  # fmt: skip
 FIELDS = ("epochs", "lr", "batch", "distill", "seed")
 

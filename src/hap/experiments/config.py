@@ -45,6 +45,7 @@ class PruneStep:
     leave: tuple[str, ...] = ()
     per_cost: bool = False
     compensate: bool = False
+    activations: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leave", tuple(self.leave))
@@ -53,7 +54,7 @@ class PruneStep:
         self.budget(), self.limits(), self.make_implant(), self.make_criterion()
 
     def budget(self) -> Budget:
-        return Budget(params=self.params, flops=self.flops, channels=self.channels)
+        return Budget(self.params, self.flops, self.channels, activations=self.activations)
 
     def limits(self) -> Limits:
         return Limits(per_layer=self.per_layer, round_to=self.round_to, leave=self.leave)

@@ -43,10 +43,11 @@ def quadratics(
     With `deflate`, of so many directions H is known exactly, and v meets the rest alone: the same mean, less noise.
     """
     generator = torch.Generator(next(iter(problem.weights.values())).device).manual_seed(seed)
-    operator: Hessian | Deflated = Hessian(problem)
-    with _quiet():
-        if deflate:
-            operator = Deflated(operator, rademacher(problem.weights, deflate, generator), chunk)
+    hessian = Hessian(problem)
+    operator: Hessian | Deflated = hessian
+    if deflate:
+        with _quiet():
+            operator = Deflated(hessian, rademacher(problem.weights, deflate, generator), chunk)
     for start in range(0, probes, BLOCK):
         vectors = rademacher(problem.weights, min(BLOCK, probes - start), generator)
         with _quiet():
