@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
 
 from hap.calibration import pointwise_fits
 from hap.comparing import VALUES, difference, in_float64, is_float32, outputs
@@ -283,15 +284,26 @@ class Blocks(Part):
 def _pick_parts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The forward pre-hook of a module that gets parts of tables."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    module.parts.taken = []
     for part in module.parts:
-        given[part.argument] = part(given[part.argument])
+        whole = given[part.argument]
+        given[part.argument] = part(whole)
+        module.parts.taken.append((given[part.argument], whole))
     return tuple(given[i] for i in range(len(args))), {k: v for k, v in given.items() if isinstance(k, str)}
+
+
+def _give_back(module: Any, args: Any, output: Any) -> Any:
+    """The forward hook of such a module: a table that it hands on leaves whole, so that others can pick their parts."""
+    taken, module.parts.taken = module.parts.taken, []
+    return pytree.tree_map(lambda x: next((whole for part, whole in taken if part is x), x), output)
 
 
 def _attach_narrowing(module: nn.Module, narrow: Narrow) -> None:
     if not hasattr(module, "parts"):
         module.add_module("parts", nn.ModuleList())
+        module.parts.taken = []  # type: ignore[union-attr]
         module.register_forward_pre_hook(_pick_parts, with_kwargs=True)
+        module.register_forward_hook(_give_back)
     device = next(iter([*module.parameters(), *module.buffers()])).device
     assert isinstance(module.parts, nn.ModuleList)
     module.parts.append((Blocks if narrow.dim == -1 else Part)(narrow, device))
