@@ -171,7 +171,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]
 
 def test_a_process_serves_until_it_dies_and_then_another_does(started: list[asyncio.subprocess.Process]) -> None:
     async def ask() -> list[zoo.Record]:
-        worker = zoo.Worker(0.5, 60)
+        worker = zoo.Worker(0.5, 60, 16)
         records = [await worker.measure((f"hap:{name}", "hap")) for name in ("good", "killed", "dies", "good")]
         worker.patience = 0.2
         records.append(await worker.measure(("hap:hangs", "hap")))
@@ -200,13 +200,16 @@ def test_interrupting_a_sweep_ends_its_processes(tmp_path: Path, started: list[a
 
 def test_a_process_does_one_model_after_another_and_ends_with_the_sweep() -> None:
     async def ask() -> tuple[list[zoo.Record], int]:
-        worker = zoo.Worker(0.5, 60)
+        worker = zoo.Worker(0.5, 60, 16)
         records = [await worker.measure((name, "hap")) for name in ("hap:nothing", "hap:digits_resnet")]
+        worker.memory = 0.001
+        records.append(await worker.measure(("hap:digits_resnet", "hap")))
         assert worker.process is not None and worker.process.stdin is not None
         worker.process.stdin.close()
         return records, await worker.process.wait()
 
-    (unknown, pruned), code = asyncio.run(ask())
+    (unknown, pruned, large), code = asyncio.run(ask())
+    assert not large["verified"] and large["why"] == "needed more memory than it may have"
     assert not unknown["verified"] and "unknown model" in unknown["why"].lower()
     assert pruned["verified"] and equal(pruned) and pruned["peak_gib"] > 0 and code == 0
 

@@ -21,6 +21,7 @@ def zoo(
     flops: Annotated[float, typer.Option(help="Share of the multiply-adds that is LEFT.")] = 0.5,
     processes: Annotated[int, typer.Option(min=1, help="Models at a time.")] = 1,
     seconds: Annotated[float, typer.Option(help="Time limit for pruning a model, and again for exporting it.")] = 120.0,
+    memory: Annotated[float, typer.Option(help="Most GiB of memory for each process.")] = 16.0,
     retry: Annotated[bool, typer.Option("--retry", help="Do again what failed before.")] = False,
     revision: Annotated[str | None, typer.Option(help="Source revision to record, where git cannot tell.")] = None,
 ) -> None:
@@ -37,7 +38,7 @@ def zoo(
     specs = [spec for given in models for spec in _specs(given)]
     with resumable("the same command goes on where it stopped"):
         found = sweep(
-            specs, results, flops, processes, seconds, retry, revision, lambda text: typer.echo(text, err=True)
+            specs, results, flops, processes, seconds, memory, retry, revision, lambda text: typer.echo(text, err=True)
         )
     heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export", "exported", "torch-pruning"]
     out().print(table(heads, [_row(record, seconds) for record in found["models"]]))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hap.errors import HapError
+from hap.experiments.zoo_clock import TOO_LARGE
 from hap.experiments.zoo_summary import EXPORT, PEER, Record, equal, summary
 from hap.files import write_json
 from hap.provenance import provenance
@@ -30,7 +31,8 @@ ALONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREA
 
 
 def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,
-          retry: bool = False, revision: str | None = None, say: Callable[[str], None] = print) -> Record:  # fmt: skip
+          memory: float = 16, retry: bool = False, revision: str | None = None,
+          say: Callable[[str], None] = print) -> Record:  # fmt: skip
     """Measure every model in a process of its own, and torch-pruning on each in another, where that is installed.
 
     They start in the order given, so the slowest should come first. What is in `out` already is not done again; with
@@ -67,17 +69,17 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
         left = sum(job not in found for job in jobs)
         say(f"{left:4} left  {tool:13}  {'ok  ' if record['verified'] else 'FAIL'} {spec} {record.get('why', '')}")
 
-    asyncio.run(_all(jobs, flops, seconds, processes, done))
+    asyncio.run(_all(jobs, flops, seconds, memory, processes, done))
     return write()
 
 
-async def _all(jobs: Iterable[Job], flops: float, seconds: float, processes: int,
+async def _all(jobs: Iterable[Job], flops: float, seconds: float, memory: float, processes: int,
                done: Callable[[Job, Record], None]) -> None:  # fmt: skip
     """Hand out the jobs in turn to so many processes. Ctrl-C cancels this, and every process is killed."""
     waiting = iter(jobs)
 
     async def work() -> None:
-        worker = Worker(flops, seconds)
+        worker = Worker(flops, seconds, memory)
         try:
             for job in waiting:
                 done(job, await worker.measure(job))
@@ -95,8 +97,8 @@ async def _all(jobs: Iterable[Job], flops: float, seconds: float, processes: int
 class Worker:
     """A process that measures models, started when there is something to do and again after it died."""
 
-    def __init__(self, flops: float, seconds: float):
-        self.flops, self.seconds = flops, seconds
+    def __init__(self, flops: float, seconds: float, memory: float):
+        self.flops, self.seconds, self.memory = flops, seconds, memory
         self.patience = 3 * seconds + 300  # it keeps to its limits itself, unless it hangs where nothing can stop it
         self.process: asyncio.subprocess.Process | None = None
 
@@ -116,7 +118,7 @@ class Worker:
         process = self.process = self.process or await self._start()
         assert process.stdin is not None and process.stdout is not None
         spec, tool = job
-        process.stdin.write(json.dumps([spec, self.flops, tool, self.seconds]).encode() + b"\n")
+        process.stdin.write(json.dumps([spec, self.flops, tool, self.seconds, self.memory]).encode() + b"\n")
         while line := await process.stdout.readline():
             found = _parsed(line)
             if "ended" in found:
@@ -158,6 +160,8 @@ def _cut_short(record: Record, ending: str) -> Record:
 
 
 def _ending(code: int) -> str:
+    if code == TOO_LARGE:
+        return "needed more memory than it may have"
     return f"the process was killed: {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code}"
 
 

@@ -1,4 +1,4 @@
-"""Seconds spent on named pieces of work, and a limit on all of them together."""
+"""Seconds spent on named pieces of work, limits, and reasons for what failed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from hap.errors import HapError
 
 T = TypeVar("T")
+TOO_LARGE = 77
+"""The exit status of a process that needs more memory than it may have."""
 
 
 class OutOfTime(BaseException):

@@ -127,7 +127,7 @@ def sentences(found: Record) -> list[str]:
         reached, pruned = (found["all"][PEER][key] for key in ("reached", "verified"))
         said.append(f"Of the {pruned} models that torch-pruning pruned, {reached} came down to the FLOPs asked for.")
     if late := found["torch_pruning_timed_out"]:
-        said.append(f"torch-pruning ran out of time on {len(late)}, counted at the limit: {_names(late)}.")
+        said.append(f"torch-pruning came to no end on {len(late)}, counted at the limit of time: {_names(late)}.")
     many = sorted(ratios[f"above_{MANY_EXPORTS}"].items(), key=lambda item: -item[1])
     if ratios["median"] is not None:
         more = f": {_names([f'{m} ({ratio:.1f})' for m, ratio in many])}" if many else ""

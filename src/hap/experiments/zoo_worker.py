@@ -1,7 +1,7 @@
 """A process that prunes one model after another for a sweep, each in a fork of itself, so that libraries load once.
 
-It reads jobs from standard input, one JSON line each: model, share of FLOPs, "hap" or "torch_pruning", and the limit in
-seconds. It prints what is known of the model, a line whenever more is known, and at last how its fork ended.
+It reads jobs from standard input, one JSON line each: model, share of FLOPs, "hap" or "torch_pruning", and the limits
+in seconds and GiB. It prints what is known of the model, a line whenever more is known, and at last how its fork ended.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import importlib.util
 import json
 import os
 import resource
+import select
 import sys
 import threading
 from typing import Any
 
 import torch
 
-from hap.experiments.zoo_clock import reason
+from hap.experiments.zoo_clock import TOO_LARGE, reason
 from hap.experiments.zoo_models import Missing, build, import_torchvision
 from hap.experiments.zoo_ours import measure, warm_up
 from hap.experiments.zoo_peer import measure_peer
@@ -44,8 +45,8 @@ def _load() -> None:
             import_torchvision() if name == "torchvision" else importlib.import_module(name)
 
 
-def _child(spec: str, flops: float, tool: str, limit: float) -> None:
-    threading.Thread(target=_end_with_sweep, daemon=True).start()
+def _child(spec: str, flops: float, tool: str, limit: float, memory: float) -> None:
+    threading.Thread(target=_watch, args=(memory,), daemon=True).start()
     try:
         for record in measure(spec, flops, limit) if tool == "hap" else measure_peer(lambda: build(spec), flops, limit):
             _print(record | {"peak_gib": round(_peak_gib(), 2)})
@@ -54,9 +55,11 @@ def _child(spec: str, flops: float, tool: str, limit: float) -> None:
     os._exit(0)
 
 
-def _end_with_sweep() -> None:
-    """Only the sweep holds the other end of standard input, which therefore ends when the sweep does, however."""
-    os.read(0, 1)
+def _watch(memory: float) -> None:
+    """End when this needs too much memory, or when the sweep has ended: then standard input does, which it holds."""
+    while not select.select([0], [], [], 0.2)[0]:
+        if _peak_gib() > memory:
+            os._exit(TOO_LARGE)
     os._exit(1)
 
 
