@@ -5,10 +5,10 @@
 
 On a CPU the networks run in onnxruntime with a batch of 1, on one thread and on two. On CUDA they are compiled, in
 bfloat16 and channels_last, with a batch of 64. Weights are random: time does not depend on them, and units are drawn at
-random, so that all layers get narrower; ranked per cost, units at large sizes of image go first, which cost the most
-multiply-adds and the most traffic. Widths are held to multiples of several numbers, to see what the hardware likes.
-Then a network is planned for half of the dense one's time, and timed anew. What is known is written after every part,
-each round's time included.
+random, so that all layers get narrower; or ranked per cost with a limit on activations too, so that units at large
+sizes of image go first. Widths are held to multiples of several numbers, to see what the hardware likes. Then a network
+is planned for half of the dense one's time, and timed anew. What is known is written after every part, each round's
+time included.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def described(names: list[str], found: list[Latency], plans: list[hap.Plan]) -> 
     rows = [{"network": "dense", "median_ms": dense.median, "spread_ms": dense.spread, "times_ms": dense.times}]
     for name, latency, plan in zip(names, found[1:], plans, strict=True):
         rows.append({
-            "network": name, "flops_left": plan.after.macs / plan.before.macs, "speed": dense.ratio_to(latency),
+            "network": name, "flops_left": plan.after.macs / plan.before.macs,
+            "activations_left": plan.after.activations / plan.before.activations, "speed": dense.ratio_to(latency),
             "time_left": latency.ratio_to(dense), "median_ms": latency.median, "spread_ms": latency.spread,
             "times_ms": latency.times,
         })  # fmt: skip
@@ -69,8 +70,10 @@ def main() -> None:
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--criterion", default="random")
     parser.add_argument("--flops", type=float, default=0.5)
+    parser.add_argument("--activations", type=float, default=0.5)
     parser.add_argument("--latency", type=float, default=0.5)
     parser.add_argument("--multiples", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--round-to", type=int, default=1, help="in the budget of time; default: found by timing")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of a CPU")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -85,9 +88,11 @@ def main() -> None:
         "model": options.model, "criterion": options.criterion, "coupling": "joint", "backend": backend, "batch": batch,
         "flops": options.flops, "rounds": options.rounds, "runs": [],
     } | provenance(options.revision)  # fmt: skip
-    budget, ways = hap.Budget(flops=options.flops), [(n, c) for n in options.multiples for c in (False, True)]
-    plans = [hap.plan(groups, scores, budget, limits=hap.Limits(round_to=n), per_cost=c) for n, c in ways]
-    names = [f"multiples of {n}{', per cost' * c}" for n, c in ways]
+    ways = [(n, a) for n in options.multiples for a in (None, options.activations)]
+    budgets = [hap.Budget(flops=options.flops, activations=a) for _, a in ways]
+    plans = [hap.plan(groups, scores, b, limits=hap.Limits(round_to=n), per_cost=b.activations is not None)
+             for (n, _), b in zip(ways, budgets, strict=True)]  # fmt: skip
+    names = [f"multiples of {n}" + (f", {a:g} of the activations" if a else "") for n, a in ways]
     models = [model, *(pruned(model, plan, device) for plan in plans)]
     for threads in options.threads if device == "cpu" else options.threads[:1]:
         found = hap.compare_latency(models, example, options.rounds, 5, backend=backend, threads=threads)
@@ -96,7 +101,8 @@ def main() -> None:
         result["runs"].append({"threads": threads, "rows": rows})
         write_json(options.out, result)
     timed = hap.plan_for_latency(model, groups, scores, example, hap.Budget(latency=options.latency), backend=backend,
-                                 threads=options.threads[0], per_cost=True)  # fmt: skip
+                                 threads=options.threads[0], per_cost=True,
+                                 limits=hap.Limits(round_to=options.round_to))  # fmt: skip
     again = hap.compare_latency([model, pruned(model, timed.plan, device)], example, options.rounds, 5,
                                 backend=backend, threads=options.threads[0])  # fmt: skip
     rows = described([f"multiples of {timed.round_to}"], again, [timed.plan])
