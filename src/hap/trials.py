@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.blocks import heads
 from hap.comparing import in_float64
 from hap.groups import Groups, Ints, Length
 from hap.plans import draft
@@ -194,12 +193,14 @@ class Trial:
 
 
 def _telling(model: nn.Module, groups: Groups) -> nn.Module:
-    """The model with random weights in its attention heads, all else shared.
+    """The model with random weights where activations are multiplied, as in attention; all else is shared.
 
     Those of an untrained model may be so small that every head looks at all alike, and heads of a wrong width would do.
     """
     tensors, changed, random = dict(model.named_parameters()), {}, torch.Generator().manual_seed(0)
-    for name in dict.fromkeys(p.weight for n in heads(groups) for p in groups[n].producers):
+    multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
+    among = [g for g in groups.values() if np.isin(g.classes, multiplied).any()]
+    for name in dict.fromkeys(p.weight for g in among for p in g.producers):
         if tensors[name].is_floating_point():
             fans = tensors[name].numel() / max(tensors[name].shape)
             values = torch.randn(tensors[name].shape, generator=random, dtype=torch.float64)
