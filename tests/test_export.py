@@ -141,6 +141,25 @@ def test_any_batch_size(traced_with: int, tmp_path: Path) -> None:
         assert gap(wanted, [program(example[:batch])]) <= 1e-5
 
 
+class Windows(nn.Module):
+    """Two heads that attend within windows of the sequence: queries with five dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).unflatten(-1, (3, 2, 4)).unflatten(1, (2, -1)).permute(3, 0, 4, 1, 2, 5)
+        mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0))
+        return self.out(mixed.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2))
+
+
+def test_attention_in_windows(tmp_path: Path) -> None:
+    model, example = Windows().eval(), torch.randn(2, 6, 8)
+    path = hap.export(tmp_path / "a.onnx", model, example)
+    assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
+
+
 def test_one_batch_size(tmp_path: Path) -> None:
     model, example = CASES["hard_coded_view"]()
     with pytest.raises(hap.HapError, match=r"runs with one batch size only.*pass dynamic_batch=False"):

@@ -18,6 +18,8 @@ from hap.examples import call_arguments, evaluating
 from hap.files import write_atomic
 from hap.folding import fold_batchnorms
 
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
 
 def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True) -> Path:
     """Write the model in eval mode to `path`, as its ending says: .onnx or .pt2; returns the path.
@@ -110,9 +112,16 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
         raise HapError(
             "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
         ) from error
+    if any(n.target is ATTENTION and n.args[0].meta["val"].ndim != 4 for n in program.graph.nodes):
+        program = program.run_decompositions({ATTENTION: _attention})  # torch.onnx knows four dimensions alone
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch.onnx uses what torch gives up; nobody here can help it
         converted = torch.onnx.export(program, dynamo=True, verbose=False)
     assert converted is not None
     converted.save(str(path), external_data=False)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention as the products and the softmax that it is."""
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]  # type: ignore[no-any-return]
