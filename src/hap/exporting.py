@@ -124,4 +124,4 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """Attention as the products and the softmax that it is."""
-    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
