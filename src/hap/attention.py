@@ -21,9 +21,11 @@ Shape = tuple[int, ...]
 
 
 def product(
-    tracer: Tracer, name: str, a: Tensor, a_shape: Shape, b: Tensor, b_shape: Shape, scaled: bool = False
+    tracer: Tracer, name: str, whole: Shape, a: Tensor, a_shape: Shape, b: Tensor, b_shape: Shape, scaled: bool = False
 ) -> Tensor:
     """Labels of a @ b: a pointwise product over (batch..., rows, columns, inner), summed over the last axis.
+
+    `whole` is the shape of that product; the operands' shapes have 1 where these are expanded.
 
     Where labels vary along the inner axis and along others (head by head), the inner ones are joined: what is left
     after the sum must have one fate. Inner labels alone may go one by one, from both operands, unless the result is
@@ -34,16 +36,16 @@ def product(
     b, b_shape = rules.aligned(b, ndim).transpose(-1, -2).unsqueeze(-3), (1,) * (ndim - len(b_shape)) + b_shape
     a_full = (*a_shape[:-1], 1, a_shape[-1])
     b_full = (*b_shape[:-2], 1, b_shape[-1], b_shape[-2])
-    return _contracted(tracer, name, [(a, a_full), (b, b_full)], 1, scaled)
+    return _contracted(tracer, name, whole, [(a, a_full), (b, b_full)], 1, scaled)
 
 
 def _contracted(
-    tracer: Tracer, name: str, sides: list[tuple[Tensor, Shape]], inner: int, scaled: bool = False
+    tracer: Tracer, name: str, whole: Shape, sides: list[tuple[Tensor, Shape]], inner: int, scaled: bool = False
 ) -> Tensor:
     """Labels of a pointwise product that is summed over its last `inner` axes: see `product`."""
-    grid, shape = rules.merge(tracer, name, sides)
+    grid, _ = rules.merge(tracer, name, sides)
     tracer.products.append(
-        Product(grid.flatten().numpy(), math.prod(s for s, g in zip(shape, grid.shape, strict=True) if g == 1))
+        Product(grid.flatten().numpy(), math.prod(s for s, g in zip(whole, grid.shape, strict=True) if g == 1))
     )
     outer = grid.ndim - inner
     summed = math.prod(grid.shape[outer:])
@@ -70,10 +72,12 @@ def einsum(tracer: Tracer, node: fx.Node) -> Any:
     if len(names) != 2 or "->" not in equation or "." in equation or not distinct:
         return rules.freeze_all(tracer, node, "an equation that is not understood")
     inner = [letter for letter in dict.fromkeys("".join(names)) if letter not in result]
-    sides = []
+    sides: list[tuple[Tensor, Shape]] = []
+    whole: dict[str, int] = {}
     for term, x in zip(names, operands, strict=True):
         assert isinstance(x, fx.Node)
-        labels, sizes = tracer.labels(x), dict(zip(term, rules.shape_of(x), strict=True))
+        labels, sizes = tracer.labels(x), dict(zip(term, rules.extent(x), strict=True))
+        whole |= {c: max(size, whole.get(c, 1)) for c, size in zip(term, rules.shape_of(x), strict=True)}
         order = [letter for letter in [*result, *inner] if letter in sizes]
         labels = labels.permute([term.index(letter) for letter in order])
         short = dict(zip(order, labels.shape, strict=True))
@@ -81,7 +85,7 @@ def einsum(tracer: Tracer, node: fx.Node) -> Any:
             (labels.reshape([short.get(c, 1) for c in [*result, *inner]]),
              tuple(sizes.get(c, 1) for c in [*result, *inner]))
         )  # fmt: skip
-    return _contracted(tracer, "einsum", sides, len(inner))
+    return _contracted(tracer, "einsum", tuple(whole[c] for c in [*result, *inner]), sides, len(inner))
 
 
 @rules.rule("matmul", "bmm", "mm")
@@ -92,8 +96,8 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
         return rules.freeze_all(tracer, node)
     if (weight := weights.view_of(tracer, b)) is not None and len(rules.shape_of(b)) == 2:
         return _transposed_linear(tracer, node, a, weight)
-    labels = [tracer.labels(x) for x in (a, b)]
-    return product(tracer, "matmul", labels[0], rules.shape_of(a), labels[1], rules.shape_of(b))
+    whole = (*rules.shape_of(node), rules.shape_of(a)[-1])
+    return product(tracer, "matmul", whole, tracer.labels(a), rules.extent(a), tracer.labels(b), rules.extent(b))
 
 
 @rules.rule("baddbmm")
@@ -101,8 +105,9 @@ def baddbmm(tracer: Tracer, node: fx.Node) -> Any:
     """bias + a @ b, batch by batch."""
     bias, a, b = node.args[:3]
     assert isinstance(bias, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    labels = product(tracer, "baddbmm", tracer.labels(a), rules.shape_of(a), tracer.labels(b), rules.shape_of(b))
-    given = (1,) * (labels.ndim - len(rules.shape_of(bias))) + rules.shape_of(bias)
+    whole = (*rules.shape_of(node), rules.shape_of(a)[-1])
+    labels = product(tracer, "baddbmm", whole, tracer.labels(a), rules.extent(a), tracer.labels(b), rules.extent(b))
+    given = (1,) * (labels.ndim - len(rules.shape_of(bias))) + rules.extent(bias)
     sides = [(labels, rules.shape_of(node)), (rules.aligned(tracer.labels(bias), labels.ndim), given)]
     return rules.merge(tracer, "baddbmm", sides)[0]
 
@@ -136,25 +141,29 @@ def attention(tracer: Tracer, node: fx.Node) -> Any:
     arguments = rules.arguments(node)
     q, k, v = (arguments[name] for name in ("query", "key", "value"))
     labels = {x: tracer.labels(x) for x in (q, k, v)}
-    shapes = {x: rules.shape_of(x) for x in (q, k, v)}
+    shapes, (*batch, width) = {x: rules.shape_of(x) for x in (q, k, v)}, rules.shape_of(node)
+    inner, keys = shapes[q][-1], shapes[k][-2]
     if arguments.get("enable_gqa") and shapes[q][-3] != shapes[k][-3]:  # several query heads share a key and a value
         for x in {k, v}:
             repeat = shapes[q][-3] // shapes[x][-3]
             if labels[x].shape[-3] > 1:
                 labels[x] = labels[x].repeat_interleave(repeat, -3)
             shapes[x] = (*shapes[x][:-3], shapes[q][-3], *shapes[x][-2:])
+    else:
+        shapes = {x: rules.extent(x) for x in (q, k, v)}
     turned = (*shapes[k][:-2], shapes[k][-1], shapes[k][-2])
     scaled = arguments.get("scale") is None
-    scores = product(tracer, "attention", labels[q], shapes[q], labels[k].transpose(-1, -2), turned, scaled)
-    shape: Shape = (*shapes[q][:-1], shapes[k][-2])
+    whole = (*batch, keys, inner)
+    scores = product(tracer, "attention", whole, labels[q], shapes[q], labels[k].transpose(-1, -2), turned, scaled)
+    shape: Shape = (*batch, keys)
     if isinstance(mask := arguments.get("attn_mask"), fx.Node):
         bias = rules.aligned(tracer.labels(mask), len(shape))
-        full = (1,) * (len(shape) - len(rules.shape_of(mask))) + rules.shape_of(mask)
+        full = (1,) * (len(shape) - len(rules.shape_of(mask))) + rules.extent(mask)
         scores, _ = rules.merge(tracer, "attention", [(scores, shape), (bias, full)])
     if scores.shape[-1] > 1:
         tracer.freeze(scores, "attention", "normalises over an axis that would be cut")
         scores = torch.zeros([1] * len(shape), dtype=torch.int64)
-    return product(tracer, "attention", scores, shape, labels[v], shapes[v])
+    return product(tracer, "attention", (*batch, width, keys), scores, shape, labels[v], shapes[v])
 
 
 @rules.rule("index")
@@ -165,8 +174,7 @@ def index(tracer: Tracer, node: fx.Node) -> Any:
     dims = [d for d, place in enumerate(places) if place is not None]
     if len(dims) != 1 or not isinstance(places[dims[0]], fx.Node):
         return rules.freeze_all(tracer, node)
-    labels = tracer.labels(source)
-    if tracer.parameter(source) is None and labels.shape[dims[0]] > 1:
+    if tracer.parameter(source) is None and (labels := tracer.labels(source)).shape[dims[0]] > 1:
         return _picked(tracer, node, labels, dims[0], _constant(tracer, places[dims[0]]))
     return _looked_up(tracer, node, source, dims[0])
 

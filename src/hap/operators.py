@@ -29,6 +29,7 @@ MOVING = _names("""
 """)
 """Make a view of a parameter that has parts of its axes, in some order."""
 
+EXPANDING = _names("broadcast_to expand expand_as")
 UNCHANGED = _names("alias clone contiguous detach to _to_copy")
 
 PARTS = _names("chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes")

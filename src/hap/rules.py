@@ -25,6 +25,7 @@ from hap.groups import Ints, Product, Site
 from hap.operators import (
     AVERAGES,
     CONVOLUTIONS,
+    EXPANDING,
     KEEP_ZERO,
     PADDING,
     PARTS,
@@ -37,6 +38,7 @@ from hap.operators import (
     STRUCTURAL,
     SUMS,
     TRANSPOSED,
+    UNCHANGED,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -114,6 +116,27 @@ def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(s) for s in node.meta["val"].shape)
+
+
+def extent(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a tensor, with 1 for axes along which it is merely expanded: it has no say there."""
+    probe = _probe(node)
+    return tuple(size if probe.stride(d) else 1 for d, size in enumerate(probe.shape))
+
+
+def _probe(node: fx.Node) -> Tensor:
+    """A tensor without data that has a stride of zero wherever the node's is the same all along an axis."""
+    name, source = short_name(node) if node.op == "call_function" else "", node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor) and name in STRUCTURAL | UNCHANGED:
+        probe = _probe(source)
+        if name in UNCHANGED:
+            return probe
+        if name in EXPANDING or 0 in probe.stride():
+            args, kwargs = fx.map_arg((node.args[1:], node.kwargs), lambda a: a.meta["val"].to("meta"))
+            result = node.target(probe, *args, **kwargs)  # type: ignore[operator]
+            if isinstance(result, Tensor):
+                return result
+    return torch.empty(shape_of(node), device="meta")
 
 
 def varies(labels: Tensor) -> bool:
@@ -194,7 +217,7 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
     operands = [a for a in tensors if a not in matrices]
     if not operands:
         return freeze_all(tracer, node, "parameters combined with each other")
-    sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + shape_of(a)) for a in operands]
+    sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + extent(a)) for a in operands]
     result, _ = merge(tracer, short_name(node), sides)
     if short_name(node) in SUMS and sum(varies(labels) for labels, _ in sides) > 1:
         tracer.summed.append(np.unique(result.numpy()))
