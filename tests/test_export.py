@@ -154,6 +154,7 @@ class Windows(nn.Module):
         return self.out(mixed.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2))
 
 
+@torch.no_grad()
 def test_attention_in_windows(tmp_path: Path) -> None:
     model, example = Windows().eval(), torch.randn(2, 6, 8)
     path = hap.export(tmp_path / "a.onnx", model, example)
