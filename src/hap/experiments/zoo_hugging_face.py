@@ -160,3 +160,93 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]
     ),
 }
 """Name: model class, settings of a small one, example. Attention is whatever the library takes by default."""
+
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+_FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+_PYRAMID = {
+    "image_size": 64, "hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4],
+}  # fmt: skip
+_PADDED = _GROUPED | {"pad_token_id": 0}
+
+
+def _video() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(1, 2, 3, 64, 64)}
+
+
+HUGGING_FACE |= {
+    "big_bird": ("BigBirdForSequenceClassification", _WORDS | {"attention_type": "original_full"}, _text()),
+    "deberta": (
+        "DebertaForSequenceClassification",
+        _WORDS | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        _text(),
+    ),
+    "deberta_v3": (
+        "DebertaV2ForSequenceClassification",
+        _WORDS | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+                  "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
+        _text(),
+    ),
+    "esm": (
+        "EsmForSequenceClassification", _WORDS | {"pad_token_id": 1, "position_embedding_type": "rotary"}, _text(),
+    ),
+    "funnel": (
+        "FunnelForSequenceClassification",
+        {"block_sizes": [1, 1], "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "vocab_size": 96},
+        _text(),
+    ),
+    "roformer": ("RoFormerForSequenceClassification", _WORDS | {"embedding_size": 64}, _text()),
+    "xlm": ("XLMForSequenceClassification", {"emb_dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 96}, _text()),
+    "xlm_roberta": ("XLMRobertaForSequenceClassification", _WORDS, _text()),
+    "codegen": ("CodeGenForCausalLM", _GPT | {"rotary_dim": 8}, _DECODING),
+    "cohere": ("CohereForCausalLM", _PADDED, _DECODING),
+    "falcon_alibi": ("FalconForCausalLM", _FALCON | {"multi_query": False, "alibi": True}, _DECODING),
+    "falcon_grouped": ("FalconForCausalLM", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, _DECODING),
+    "gemma2": ("Gemma2ForCausalLM", _PADDED | {"head_dim": 16}, _DECODING),
+    "gemma3": ("Gemma3ForCausalLM", _PADDED | {"head_dim": 16}, _DECODING),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT, _DECODING),
+    "gptj": ("GPTJForCausalLM", _GPT | {"rotary_dim": 8}, _DECODING),
+    "granite": ("GraniteForCausalLM", _GROUPED, _DECODING),
+    "mpt": ("MptForCausalLM", {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64},
+            _DECODING),
+    "olmo2": ("Olmo2ForCausalLM", _PADDED, _DECODING),
+    "openai_gpt": ("OpenAIGPTLMHeadModel", _GPT, _text()),
+    "phi3": ("Phi3ForCausalLM", _PADDED, _DECODING),
+    "starcoder2": ("Starcoder2ForCausalLM", _GROUPED, _DECODING),
+    "m2m_100": ("M2M100ForConditionalGeneration", _PAIR, _translation),
+    "mbart": ("MBartForConditionalGeneration", _PAIR, _translation),
+    "prophetnet": (
+        "ProphetNetForConditionalGeneration",
+        {"hidden_size": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_encoder_layers": 1,
+         "num_decoder_layers": 1, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "vocab_size": 96,
+         "max_position_embeddings": 64},
+        _translation,
+    ),
+    "t5_encoder": ("T5EncoderModel", _T5 | {"num_layers": 3}, _text()),
+    "umt5": ("UMT5ForConditionalGeneration", _T5, _translation),
+    "beit_relative": ("BeitForImageClassification", _PATCHES | {"use_relative_position_bias": True}, _image()),
+    "dinov2_registers": ("Dinov2WithRegistersForImageClassification", _PATCHES, _image()),
+    "dinov3": ("DINOv3ViTModel", _PATCHES, _image()),
+    "hiera": (
+        "HieraForImageClassification",
+        {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1], "num_heads": [1, 2, 4],
+         "masked_unit_size": [4, 4], "num_layers": 3, "query_stride": [2, 2], "num_query_pool": 2},
+        _image(),
+    ),
+    "levit": (
+        "LevitForImageClassification",
+        {"image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1],
+         "key_dim": [8, 8, 8]},
+        _image(),
+    ),
+    "mobilevit": (
+        "MobileViTForImageClassification",
+        {"image_size": 64, "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 16, 16, 32, 32, 48, 96]},
+        _image(),
+    ),
+    "pvt": ("PvtForImageClassification", _PYRAMID, _image()),
+    "pvt_v2": ("PvtV2ForImageClassification", _PYRAMID, _image()),
+    "timesformer": ("TimesformerForVideoClassification", _PATCHES | {"num_frames": 2}, _video),
+    "videomae": ("VideoMAEForVideoClassification", _PATCHES | {"num_frames": 2}, _video),
+    "wav2vec2_conformer": ("Wav2Vec2ConformerForCTC", _WAVES | {"position_embeddings_type": "relative"}, _sound),
+}  # fmt: skip

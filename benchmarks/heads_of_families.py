@@ -1,0 +1,109 @@
+"""In how many attention layers of each Hugging Face family heads can be removed, and whether it is right.
+
+    python benchmarks/heads_of_families.py results/heads/families.json
+
+Small models from configurations, as in the sweep. Attention layers are modules that run a softmax over scores, or the
+fused operator. Half of the heads go at random, and the outputs are held against those of the dense model in which the
+layers that read these heads have zeros in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hap
+from hap.capturing import capture
+from hap.examples import run
+from hap.experiments.zoo_hugging_face import HUGGING_FACE
+from hap.experiments.zoo_models import build
+from hap.files import write_json
+from hap.groups import Groups
+from hap.provenance import provenance
+from hap.rules import short_name
+
+
+def attention_layers(model: nn.Module, example: Any) -> list[str]:
+    """The modules that turn scores into weights. A softmax of its own belongs to the module that has it."""
+    program, _ = capture(model, example)
+    found = {}
+    for node in (n for n in program.graph.nodes if n.op == "call_function"):
+        scores = short_name(node) in ("softmax", "_softmax") and node.meta["val"].ndim > 2
+        if scores or short_name(node) == "scaled_dot_product_attention":
+            name, kind = [*(node.meta.get("nn_module_stack") or {"": ("", "")}).values()][-1]
+            name = name.partition("@")[0]
+            found[name.rpartition(".")[0] if "Softmax" in str(kind) else name] = None
+    return list(found)
+
+
+def measure(name: str) -> dict[str, Any]:
+    model, example = build(f"hf:{name}")
+    for parameter in model.parameters():  # so that a head makes a difference
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    layers, groups = attention_layers(model, example), hap.trace(model, example)
+    names = hap.heads(groups)
+    owners = {m.rpartition(".")[0] for n in names for m in groups[n].modules}
+    missed = [
+        layer
+        for layer in layers
+        if not any(f"{o}.".startswith(f"{layer}.") or f"{layer}.".startswith(f"{o}.") for o in owners)
+    ]
+    record = {
+        "family": name, "layers": len(layers), "found": len(layers) - len(missed), "missed": missed,
+        "heads": sum(len(groups[n]) for n in names),
+        "stand_ins": sum(not groups.padded.isdisjoint(groups[n].classes.tolist()) for n in names),
+    }  # fmt: skip
+    if names:
+        heads = hap.only(groups, names)
+        plan = hap.plan(heads, hap.score(model, heads, None, None, "random"), hap.Budget(channels=0.5))
+        pruned = hap.apply_(copy.deepcopy(model), plan, example)
+        record |= {
+            "kept": sum(map(len, plan.kept.values())),
+            "gap": gap(run(pruned, example), masked(model, heads, plan, example)),
+        }
+        record["effect"] = gap(run(pruned, example), run(model, example))
+    return record
+
+
+def masked(model: nn.Module, heads: Groups, plan: hap.Plan, example: Any) -> Any:
+    """What the dense model returns with zeros where layers read, or compute, heads that went."""
+    dense = copy.deepcopy(model)
+    tensors = dict(dense.named_parameters())
+    for name, group in heads.items():
+        gone = group.classes[plan.removed[name]]
+        for weight, dim in [*((p.weight, p.dim) for p in group.producers), *group.consumers]:
+            dead = [i for i, c in enumerate(heads.axes[weight, dim].tolist()) if c in gone]
+            tensors[weight].data.index_fill_(dim, torch.tensor(dead, dtype=torch.int64), 0)
+    return run(dense, example)
+
+
+def gap(a: Any, b: Any) -> float:
+    """The largest difference between two outputs, relative to the outputs' size where that exceeds one."""
+    pairs = [(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True) if isinstance(x, Tensor)]
+    return max(float((x - y).abs().max()) / max(1.0, float(x.abs().max())) for x, y in pairs if x.numel())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--families", nargs="*", default=list(HUGGING_FACE))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in options.families:
+            rows.append(measure(name))
+            print(rows[-1], flush=True)
+    write_json(options.out, {"rows": rows} | provenance())
+
+
+if __name__ == "__main__":
+    main()
