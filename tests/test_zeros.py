@@ -12,10 +12,12 @@ import hap
 from cases import CASES
 from checks import gap, random_plan, traced
 from hap import surgery
+from hap.zeros import ATTENTION, Remembering, SkippingZeros
 
 
 def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
-    return surgery._masked_outputs(model, plan, {}, example, None, surgery.cut_tensors(model, plan), skip)
+    known = Remembering({}) if skip else None
+    return surgery._masked_outputs(model, plan, {}, example, None, surgery.cut_tensors(model, plan), known)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,7 +60,7 @@ def test_zeros_are_neither_multiplied_nor_written_out() -> None:
         counts.append(counter.get_total_flops())
     assert counts[1] < 0.2 * counts[0]
     weight, cuts = model.wide.weight.detach(), surgery._by_name(plan)["wide.weight"]
-    thin = surgery._sparse(weight, surgery.cut_tensors(model, plan)["wide.weight"], {}, cuts)
+    thin = surgery._sparse("wide.weight", weight, surgery.cut_tensors(model, plan)["wide.weight"], {}, cuts)
     assert thin.placeholder().untyped_storage().nbytes() == weight.element_size()
 
 
@@ -96,3 +98,53 @@ def test_where_a_weight_is_read_unnoticed_the_check_writes_zeros_out(monkeypatch
     assert not masked(model, plan, example, True)[0].isfinite().any()  # type: ignore[attr-defined]
     hap.apply_(model, plan, example)
     assert model[2].weight.shape == (4, 10)
+
+
+def test_what_both_models_compute_alike_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surgery, "LARGE", 0)
+    model, example = Plain().double(), torch.randn(64, 4, 3, dtype=torch.float64)
+    plan = hap.draft(hap.trace(model, example), {"conv": range(100), "wide": range(150)})
+    with FlopCounterMode(display=False) as both:
+        surgery.check_by_running(model, plan, {}, example)
+    with FlopCounterMode(display=False) as once:
+        hap.apply_(model, plan, verify=False)(example)
+    assert both.get_total_flops() == once.get_total_flops()
+
+
+class Overwriting(Plain):
+    """Writes to what its layers read and return, by a number that depends on its size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.wide(self.conv(x).mean(-1)).relu_()
+        result = self.narrow(hidden)
+        hidden.mul_(self.wide.out_features)
+        return result.mul_(self.wide.out_features)
+
+
+def test_what_was_written_to_since_is_computed_again() -> None:
+    model, example = Overwriting().double(), torch.randn(3, 4, 3, dtype=torch.float64)
+    plan = hap.draft(hap.trace(Plain().double(), example), {"wide": range(150)})
+    with pytest.raises(hap.HapError, match="the value of output 0 is off"):
+        hap.apply_(model, plan, example)
+    known = Remembering(dict(model.named_parameters()))
+    with torch.no_grad(), known:
+        model(example)
+    x = torch.randn(3, 300, dtype=torch.float64)
+    with torch.no_grad(), SkippingZeros({}, known):
+        assert torch.equal(functional.linear(x, model.narrow.weight, model.narrow.bias), model.narrow(x))
+
+
+@pytest.mark.parametrize("mask", [None, (5, 5), (2, 4, 5, 5)])
+def test_attention_leaves_out_heads_of_zeros(mask: tuple[int, ...] | None) -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
+    v[:, 1:3] = 0
+    bias = None if mask is None else torch.randn(mask, dtype=torch.float64)
+    few = [x[:, [0, 3]] for x in (q, k, v)]
+    known = Remembering({})
+    with known:
+        small = ATTENTION(few[0], few[1], few[2], attn_mask=bias if bias is None or bias.ndim == 2 else bias[:, [0, 3]])
+    with SkippingZeros({}, known), FlopCounterMode(display=False) as counter:
+        result = ATTENTION(q, k, v, attn_mask=bias)
+    assert torch.equal(result[:, [0, 3]], small) and not result[:, 1:3].any()
+    assert gap([result], [ATTENTION(q, k, v, attn_mask=bias)]) <= 1e-12
+    assert counter.get_total_flops() == 0

@@ -9,13 +9,14 @@ whatever prunes the view prunes the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.errors import HapError
 from hap.examples import evaluating, run
@@ -50,11 +51,12 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
     Prune the view, and the model is pruned: `view = parts(detector, ([image],)); hap.prune_(view, view.example, ...)`.
     """
-    calls = _calls(model, example)
+    calls, choosing = _calls(model, example)
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{part}.") for part in found)
-        if name in calls and not inside and _has_parameters(module) and captures(module, *calls[name][0]):
+        able = name in calls and name not in choosing and not inside and _has_parameters(module)
+        if able and captures(module, *calls[name][0]):
             found.append(name)
     if not found:
         raise HapError(f"torch.export can capture no part of {type(model).__name__} on this example")
@@ -65,28 +67,64 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _calls(model: nn.Module, example: Any) -> dict[str, list[Call]]:
-    """What every submodule is called with when the model runs on the example, by the module's name."""
+class _Choices(TorchDispatchMode):
+    """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.choosing: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags and (func is not INDEX or _by_mask(args[1])):
+            self.choosing |= {name for name in self.running if name}
+        return func(*args, **(kwargs or {}))
+
+
+INDEX = torch.ops.aten.index.Tensor
+
+
+def _by_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[Call]], set[str]]:
+    """What every submodule with parameters is called with when the model runs, and which of them choose by value."""
     calls: dict[str, list[Call]] = {}
-    with _recording(model, calls):
+    choices = _Choices()
+    with _recording(model, calls, choices):
         run(model, example)
-    return calls
+    return calls, choices.choosing
 
 
 @contextmanager
-def _recording(model: nn.Module, calls: dict[str, list[Call]]) -> Iterator[None]:
-    def recorder(name: str) -> Any:
+def _recording(model: nn.Module, calls: dict[str, list[Call]], choices: _Choices) -> Iterator[None]:
+    """Notes calls of modules, and what these choose; what the model does between them is left alone."""
+
+    def enter(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not choices.running:
+                choices.__enter__()
+            choices.running.append(name)
             calls.setdefault(name, []).append(pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
 
         return record
 
-    hooks = [m.register_forward_pre_hook(recorder(n), with_kwargs=True) for n, m in model.named_modules() if n]
-    try:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        choices.running.pop()
+        if not choices.running:
+            choices.__exit__(None, None, None)
+
+    def stop() -> None:
+        if choices.running:  # something raised
+            choices.__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        stack.callback(stop)
+        for name, module in ((n, m) for n, m in model.named_modules() if n and _has_parameters(m)):
+            stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
 from hap.plans import Cut, Graft, Narrow, Plan, Widen
 from hap.turning import turned
-from hap.zeros import SkippingZeros, Sparse
+from hap.zeros import Remembering, SkippingZeros, Sparse
 
 
 def apply_(
@@ -395,22 +396,25 @@ def _compare(
         # a forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart
         pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
         _follow(pruned, plan, copy.deepcopy(implants))
-        seen = outputs(pruned, example)
+        known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
+        with known or nullcontext():
+            seen = outputs(pruned, example)
     except Exception as error:
         reason = (str(error).strip() or "?").splitlines()[0]
         raise HapError(f"{REFUSED}: its forward fails with {type(error).__name__}: {reason}") from error
     if wanted is None:
-        wanted = _masked_outputs(model, plan, implants, example, base, shorter, skip)
+        wanted = _masked_outputs(model, plan, implants, example, base, shorter, known)
     return difference(wanted, seen, plan.exact), wanted
 
 
 def _masked_outputs(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
-    shorter: dict[str, Tensor], skip: bool,
+    shorter: dict[str, Tensor], known: Remembering | None,
 ) -> list[Any]:  # fmt: skip
     """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts.
 
-    Each implant is written out as the k x k kernel it equals. With `skip`, large weights are not multiplied by zeros.
+    Each implant is written out as the k x k kernel it equals. With what is `known` of the pruned model, large weights
+    are not multiplied by zeros, and what both models compute from the same inputs is taken from there.
     """
     tensors, cuts = _tensors(model), _by_name(base)
     grafted = {name for g in plan.grafts for name in (f"{g.module}.weight", f"{g.module}.bias")}
@@ -418,8 +422,8 @@ def _masked_outputs(
     sparse: dict[nn.Parameter, Sparse] = {}
     for name, masks in _by_name(plan).items():
         tensor = tensors[name].detach()
-        if skip and _worth_skipping(tensors[name], name) and name not in grafted:
-            thin = _sparse(tensor, shorter[name], cuts.get(name, {}), masks)
+        if known is not None and _worth_skipping(tensors[name], name) and name not in grafted:
+            thin = _sparse(name, tensor, shorter[name], cuts.get(name, {}), masks)
             changed[name] = placeholder = thin.placeholder()
             sparse[placeholder] = thin
         else:
@@ -436,7 +440,7 @@ def _masked_outputs(
         weight.data[rows] = dense
         if implant.bias_values is not None:
             modules[graft.module].bias.data[rows] = implant.bias_values.detach()
-    with SkippingZeros(sparse) if sparse else nullcontext():
+    with nullcontext() if known is None else SkippingZeros(sparse, known):
         return outputs(masked, example)
 
 
@@ -469,6 +473,9 @@ def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
     for tensor in tensors.values():
         if isinstance(tensor, nn.Parameter):
             memo.setdefault(id(tensor), tensor)
+    for value in (v for module in model.modules() for v in vars(module).values()):
+        if type(value) in (dict, OrderedDict, set) and not value:  # a module has a dozen of them, slow to copy
+            memo[id(value)] = type(value)()
     return copy.deepcopy(model, memo)
 
 
@@ -477,7 +484,7 @@ def _worth_skipping(tensor: Tensor, name: str) -> bool:
     return large and isinstance(tensor, nn.Parameter) and "parametrizations." not in name
 
 
-def _sparse(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Sparse:
+def _sparse(name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Sparse:
     """A tensor that is cut, and zero where more of it would be cut."""
     shape = [len(cuts[d].keep) if d in cuts else size for d, size in enumerate(tensor.shape)]
     index = {}
@@ -486,7 +493,7 @@ def _sparse(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int
         if dim in cuts:
             place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
         index[dim] = place[list(mask.keep)]
-    return Sparse(small, tuple(shape), index)
+    return Sparse(small, tuple(shape), index, name)
 
 
 def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Tensor:

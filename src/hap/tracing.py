@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from hap.groups import (
     Term,
     components,
 )
+from hap.repeats import find_repeats, noting_shapes
 from hap.stand_ins import stand_in
 from hap.trials import Trial
 from hap.weights import View
@@ -52,15 +53,18 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
-    tracer = Tracer(model, *capture(model, example), coupling)
+    with noting_shapes(model) as shapes:
+        tracer = Tracer(model, *capture(model, example), coupling)
     tracer.run()
     groups = tracer.settle(describe(example), ignore, stream)
-    trial = Trial(model, example, groups, tracer.sized_classes(), tracer.counting_attributes())
+    counting = tracer.counting_attributes()
+    repeats = find_repeats(tracer, groups, counting, shapes)
+    trial = Trial(model, example, groups, tracer.sized_classes(), counting, repeats)
     misfits = trial.misfits()
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
     tracer.lengths += trial.found
-    return tracer.without(groups, misfits, model, example) if misfits or trial.found else groups
+    return tracer.without(groups, misfits, model, example, shapes) if misfits or trial.found else groups
 
 
 def _alike(grid: Ints, dims: list[int]) -> bool:
@@ -127,7 +131,7 @@ class Tracer:
         names: dict[int, str] = {}
         for name, module in self.modules.items():
             names.setdefault(id(module), name)
-        self._names = {name: names[id(module)] for name, module in self.modules.items()}
+        self.names = {name: names[id(module)] for name, module in self.modules.items()}
         self._calls = Counter(self.module(n) for n in program.graph.nodes if n.op == "call_function")
         self._uses: Counter[str] = Counter()
         self._direct: set[str] = set()
@@ -232,7 +236,7 @@ class Tracer:
         """The innermost module that ran this node, by the first of its names."""
         stack = node.meta.get("nn_module_stack") or {}
         name = list(stack.values())[-1][0] if stack else ""
-        return self._names.get(name, name)
+        return self.names.get(name, name)
 
     # ---- the walk -------------------------------------------------------------------------------------------
 
@@ -337,7 +341,9 @@ class Tracer:
             if isinstance(labels, Tensor) and labels.numel():
                 yield Product(root[labels.flatten().numpy()], node.meta["val"].numel() // labels.numel())
 
-    def without(self, groups: Groups, misfits: Sequence[str], model: nn.Module, example: Any) -> Groups:
+    def without(
+        self, groups: Groups, misfits: Sequence[str], model: nn.Module, example: Any, shapes: Mapping[str, int]
+    ) -> Groups:
         """The groups without those that a forward does not do without. Of heads, zeros stand in for those that go."""
         why = "the model's forward counts on its size"
         whole = [n for n in misfits if n in heads(groups) and groups.padded.isdisjoint(groups[n].classes.tolist())]
@@ -345,7 +351,8 @@ class Tracer:
             (self.hold if name in whole else self.freeze)(groups[name].classes, name, why)
         found = self.finish(groups.example)
         if tried := [n for n in whole if n in found]:
-            for name in (wrong := Trial(model, example, found, self.sized_classes(), []).unfit(tried)):
+            repeats = find_repeats(self, found, [], shapes)
+            for name in (wrong := Trial(model, example, found, self.sized_classes(), [], repeats).unfit(tried)):
                 self.freeze(found[name].classes, name, why)
             found = self.finish(groups.example) if wrong else found
         return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hap.comparing import in_float64
 from hap.groups import Groups, Ints, Length
 from hap.plans import draft
+from hap.repeats import NONE, Repeats, skip_, without
 from hap.surgery import check_by_running, variant
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
@@ -44,10 +45,19 @@ class Trial:
     module such as `num_heads`; running it does. `candidates` are such attributes, and `found` those that had to follow.
     """
 
-    def __init__(self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length]):
-        self.model, self.example, self.groups, self.candidates = _telling(model, groups), example, groups, candidates
-        self.removals = _trial_removals(groups, [x.classes for x in candidates])
-        self.able = [n for n in groups if self.removals[0][1][n]]
+    def __init__(
+        self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length],
+        repeats: Repeats = NONE,
+    ):  # fmt: skip
+        self.example, self.groups = example, without(groups, repeats)
+        self.model = _telling(model, self.groups)
+        if repeats.blocks:
+            self.model = variant(self.model, {})
+            skip_(self.model, repeats.blocks)
+        self.repeats, self.attributes = repeats, candidates
+        self.candidates = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
+        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates])
+        self.able = [n for n in self.groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
         self.rest_lengths: list[Length] = []
@@ -64,7 +74,13 @@ class Trial:
         return not self.groups.spanned.isdisjoint(self._reach(name).tolist())
 
     def misfits(self) -> list[str]:
-        """The groups to freeze. Attributes that have to follow the others are kept in `found`.
+        """The groups to freeze. Attributes that have to follow the others are kept in `found`."""
+        misfits = self.repeats.like(self._misfits())
+        self.found = self.repeats.lengths_like(self.found, self.attributes)
+        return misfits
+
+    def _misfits(self) -> list[str]:
+        """Those among the groups that are tried.
 
         As many groups at once as work. Of the others, one of each kind of name decides for its kind, and if its kin do
         not bear that out, each is tried by itself. What works is cut short in all later trials, so that these run fast.
@@ -91,7 +107,7 @@ class Trial:
                 return [n for n in doubtful if n not in able]
             self.rest, self.rest_lengths = [], []
             self._cut_short(together, self.found)
-            able = {n: needed for n, needed in able.items() if self._fits([n], needed, rounds=1)}
+            able = self._fitting(able)
         return doubtful
 
     def unfit(self, names: Sequence[str]) -> list[str]:
@@ -99,9 +115,19 @@ class Trial:
         self._cut_short([n for n in self.able if n not in names], [])
         able = [n for n in names if n in self.able]
         if not self._fits(able, [], rounds=1):
-            able = [n for n in able if self._fits([n], [], rounds=1)]
+            able = [*self._fitting({n: [] for n in able})]
             able = able if self._fits(able, []) else []
-        return [n for n in names if n in self.able and n not in able]
+        return self.repeats.like(n for n in names if n in self.able and n not in able)
+
+    def _fitting(self, able: dict[str, list[Length]]) -> dict[str, list[Length]]:
+        """Those of these groups that fit: all of them, or else what does of those to blame and of the others."""
+        if not able or self._fits([*able], [x for needed in able.values() for x in needed], rounds=1):
+            return able
+        blamed = [n for n in able if self._blamed(n)]
+        if not 0 < len(blamed) < len(able):
+            blamed = [*able][: len(able) // 2]
+        parts = ({n: x for n, x in able.items() if (n in blamed) == side} for side in (True, False))
+        return {n: x for part in parts for n, x in self._fitting(part).items()} if len(able) > 1 else {}
 
     def _together(self) -> tuple[list[str], list[Length]]:
         """Groups that can lose units all at once, and the attributes that follow them.

@@ -21,6 +21,10 @@ from torch.utils import _pytree as pytree
 LAYERS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 """Functions of (input, weight, bias); convolutions also of (stride, padding, dilation, groups)."""
 
+ATTENTION = functional.scaled_dot_product_attention
+ROOM = 1 << 30
+"""How many bytes of what layers read and compute are held at most, so as not to compute it twice."""
+
 _READS_NO_VALUES = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse", "is_quantized",
@@ -35,6 +39,7 @@ class Sparse:
     small: Tensor
     shape: tuple[int, ...]
     index: Mapping[int, Tensor]
+    name: str = ""
 
     def placeholder(self) -> nn.Parameter:
         """Stands for the tensor in a module: right in shape, and not a number, should anything read it unnoticed."""
@@ -86,11 +91,112 @@ class Sparse:
         return (left[:, None] * per + inside).flatten(), len(left)
 
 
-class SkippingZeros(TorchFunctionMode):
-    """Inside, functions get the real tensors in place of placeholders, and layers with such weights skip the zeros."""
+Given = tuple[Tensor | None, ...]
 
-    def __init__(self, sparse: Mapping[nn.Parameter, Sparse]):
+
+@dataclass(frozen=True)
+class Result:
+    """A copy of what a function computed, and from what. `versions` tell if that was written to since."""
+
+    given: Given
+    rest: tuple[Any, ...]
+    value: Tensor
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: Given, rest: tuple[Any, ...], value: Tensor) -> Result:
+        return cls(given, rest, value.clone(), _versions(given))
+
+    def again(self, given: Given, rest: tuple[Any, ...]) -> Tensor | None:
+        """The same value, if it is to be computed from the same, to the last bit."""
+        unchanged = self.rest == rest and _versions(self.given) == self.versions
+        same = unchanged and all(a is b or _equal(a, b) for a, b in zip(self.given, given, strict=True))
+        return self.value if same else None
+
+
+def _versions(tensors: Given) -> tuple[int, ...]:
+    return tuple(t._version for t in tensors if t is not None)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
+
+
+class Remembering(TorchFunctionMode):
+    """Inside, what layers with these weights compute is noted, by the weight's name, and what attention does.
+
+    To hold two models against each other that have much in common: what both compute alike is computed once.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]):
         super().__init__()
+        self.names = {id(weight): name for name, weight in weights.items() if weight.ndim > 1}
+        self.weights = list(weights.values())  # alive, so that nothing else gets their ids
+        self.found: dict[tuple[Any, str], list[Result]] = {}
+        self.room = ROOM
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in LAYERS and not kwargs and id(args[1]) in self.names:
+            self._note(func, self.names[id(args[1])], (*args[:3], None)[:3], tuple(args[3:]), result)
+        elif func is ATTENTION and (call := _attention_call(args, kwargs)) is not None:
+            self._note(func, "", call[0], call[1], result)
+        return result
+
+    def _note(self, func: Any, name: str, given: Given, rest: tuple[Any, ...], value: Tensor) -> None:
+        self.room -= sum(t.numel() * t.element_size() for t in (given[0], value) if t is not None)
+        if self.room > 0 and not any(t.is_inference() for t in (*given, value) if t is not None):
+            self.found.setdefault((func, name), []).append(Result.of(given, rest, value))
+
+    def again(self, func: Any, name: str, given: Given, rest: tuple[Any, ...]) -> Tensor | None:
+        """What was noted for the first of these calls that was not asked for yet, if it was the same one."""
+        known = self.found.get((func, name), [])
+        return known.pop(0).again(given, rest) if known else None
+
+    def layer(self, func: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        """The layer with the weight of this name, which computes only what it did not compute before."""
+
+        def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+            known = self.again(func, name, (x, weight, bias), rest)
+            return func(x, weight, bias, *rest) if known is None else known
+
+        return compute
+
+    def attention(self, given: Given, rest: tuple[Any, ...]) -> Tensor:
+        """Attention without the heads whose values are all zero, and so is what they compute."""
+        q, k, v, mask = given
+        assert q is not None and k is not None and v is not None
+        grouped, heads = v.ndim == 4 and q.shape[1] != v.shape[1], v.shape[1] if v.ndim == 4 else 0
+        live = (v != 0).any(-1).any(-1).any(0).nonzero().flatten() if heads and not grouped else torch.arange(0)
+        if 0 < len(live) < heads and q.shape[:2] == k.shape[:2] == v.shape[:2]:
+            per_head = mask is not None and mask.ndim == 4 and mask.shape[1] > 1
+            few = [t.index_select(1, live) for t in (q, k, v)]
+            some = self.attention((*few, mask.index_select(1, live) if per_head and mask is not None else mask), rest)
+            return some.new_zeros(v.shape[0], heads, *some.shape[2:]).index_copy_(1, live, some)
+        known = self.again(ATTENTION, "", given, rest)
+        return ATTENTION(q, k, v, mask, *rest[:2], **dict(rest[2:])) if known is None else known
+
+
+def _attention_call(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Given, tuple[Any, ...]] | None:
+    """The tensors of a call (query, key, value and mask), and the rest. None, if it is called in another way."""
+    named = dict(kwargs or {})
+    if len(args) < 3:
+        return None
+    mask = args[3] if len(args) > 3 else named.pop("attn_mask", None)
+    dropout = args[4] if len(args) > 4 else named.pop("dropout_p", 0.0)
+    causal = args[5] if len(args) > 5 else named.pop("is_causal", False)
+    return ((*args[:3], mask), (dropout, causal, *sorted(named.items()))) if len(args) < 7 else None
+
+
+class SkippingZeros(TorchFunctionMode):
+    """Inside, functions get the real tensors in place of placeholders, and layers with such weights skip the zeros.
+
+    What is `known` already is not computed again.
+    """
+
+    def __init__(self, sparse: Mapping[nn.Parameter, Sparse], known: Remembering | None = None):
+        super().__init__()
+        self.known = known or Remembering({})
         self.sparse = {id(placeholder): tensor for placeholder, tensor in sparse.items()}
         self.placeholders = list(sparse)  # alive, so that nothing else gets their ids
         self.written: dict[int, Tensor] = {}
@@ -99,8 +205,13 @@ class SkippingZeros(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in LAYERS and not kwargs and id(args[1]) in self.sparse:
             x, weight, bias = (*args[:3], None)[:3]
-            if (result := self.sparse[id(weight)].apply(func, x, bias, *args[3:])) is not None:
+            sparse = self.sparse[id(weight)]
+            if (result := sparse.apply(self.known.layer(func, sparse.name), x, bias, *args[3:])) is not None:
                 return result
+        elif func in LAYERS and not kwargs and id(args[1]) in self.known.names:
+            return self.known.layer(func, self.known.names[id(args[1])])(*args)
+        elif func is ATTENTION and (call := _attention_call(args, kwargs)) is not None:
+            return self.known.attention(*call)
         if func not in _READS_NO_VALUES and self._occurs((*args, *kwargs.values())):
             args, kwargs = pytree.tree_map_only(nn.Parameter, self._real, (args, kwargs))
         return func(*args, **kwargs)

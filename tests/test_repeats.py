@@ -1,0 +1,118 @@
+"""Blocks that repeat another one are not tried again, and share its fate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hap
+from hap import tracing
+from hap.groups import Groups
+from hap.repeats import Repeats
+
+
+class Block(nn.Module):
+    """Attention and an MLP. A `fixed` one has its number of heads written into its forward."""
+
+    def __init__(self, width: int = 24, heads: int = 6, fixed: bool = False, scale: float = 1.0, joined: bool = True):
+        super().__init__()
+        self.heads, self.size, self.fixed, self.scale, self.joined = heads, width // heads, fixed, scale, joined
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 40), nn.Linear(40, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = 6 if self.fixed else self.heads
+        y = self.qkv(self.norm(x)).unflatten(-1, (3, heads, self.size))
+        q, k, v = y.movedim(-3, 0).transpose(-3, -2)
+        y = (q @ k.mT).softmax(-1) @ v
+        x = (x if self.joined else 0) + self.out(y.transpose(-3, -2).flatten(-2)) * self.scale
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def network(*blocks: nn.Module) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 24), *blocks, nn.Linear(24, 3)).double().eval(), torch.randn(2, 5, 8).double()
+
+
+def repeats_of(model: nn.Module, example: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Repeats, Groups]:
+    found: list[Repeats] = []
+
+    def noting(*args: object) -> Repeats:
+        found.append(find(*args))  # type: ignore[arg-type]
+        return found[-1]
+
+    find = tracing.find_repeats
+    monkeypatch.setattr(tracing, "find_repeats", noting)
+    groups = hap.trace(model, example)
+    return found[0], groups
+
+
+def test_repeats_are_found_and_their_attributes_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = network(*(Block() for _ in range(5)))
+    repeats, groups = repeats_of(model, example, monkeypatch)
+    assert repeats.blocks == {str(i): "1" for i in range(2, 6)}
+    assert {x.module for x in groups.lengths if x.attribute == "heads"} == set("12345")
+    assert sorted(groups) == sorted(f"{i}.{layer}" for i in range(1, 6) for layer in ("qkv", "up"))
+    plan = hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(flops=0.5))
+    hap.apply_(model, plan, example)
+
+
+def test_what_one_block_cannot_lose_none_of_its_repeats_loses() -> None:
+    model, example = network(*(Block(fixed=True) for _ in range(3)), nn.Sequential(Block()))
+    groups = hap.trace(model, example)
+    assert {x.module for x in groups.lengths if x.attribute == "heads"} == {"4.0"}
+    held = {f.what for f in groups.frozen if "counts on its size" in f.why}
+    assert held | {n for n in groups if not groups.padded.isdisjoint(groups[n].classes.tolist())} == {
+        "1.qkv", "2.qkv", "3.qkv",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other", [Block(heads=4), Block(fixed=True), Block(scale=2.0), Block(joined=False), nn.Sequential(Block())]
+)
+def test_blocks_that_differ_are_tried_each(other: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats, _ = repeats_of(*network(Block(), other), monkeypatch)
+    inner = {"2.0": "1"} if isinstance(other, nn.Sequential) else {}
+    assert repeats.blocks == inner
+
+
+def test_hooks_and_shared_weights_make_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = Block()
+    hooked.up.register_forward_hook(lambda module, args, output: output * 2)
+    sharing = Block()
+    sharing.up.weight = hooked.up.weight
+    repeats, _ = repeats_of(*network(Block(), hooked, sharing), monkeypatch)
+    assert not repeats.blocks
+
+
+def test_trials_of_a_deep_network_run_one_block() -> None:
+    counts = []
+    for depth in (2, 12):
+        model, example = network(*(Block() for _ in range(depth)))
+        with FlopCounterMode(display=False) as counter:
+            hap.trace(model, example)
+        with FlopCounterMode(display=False) as once:
+            model(example)
+        counts.append(counter.get_total_flops() - once.get_total_flops())  # torch.export runs the graph once
+    assert counts[1] <= 1.2 * counts[0]
+
+
+def test_streams_of_branches_are_tried_in_full() -> None:
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv1d(8, 16, 1), nn.Conv1d(16, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.two(torch.relu(self.one(x)))
+
+    model = nn.Sequential(nn.Conv1d(3, 8, 1), *(Residual() for _ in range(3)), nn.Conv1d(8, 2, 1)).double()
+    example = torch.randn(2, 3, 5, dtype=torch.float64)
+    joint, union = (hap.trace(model, example, coupling) for coupling in ("joint", "union"))
+    assert sorted(joint) == ["0", "1.one", "2.one", "3.one"]
+    assert sorted(union) == sorted([*joint, "1.two", "2.two", "3.two"])
