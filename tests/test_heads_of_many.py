@@ -24,7 +24,7 @@ T5 = {
     "d_kv": 8,
     "d_ff": 48,
     "num_layers": 3,
-    "num_decoder_layers": 2,
+    "num_decoder_layers": 1,
     "num_heads": HEADS,
     "vocab_size": 60,
 }
@@ -83,6 +83,7 @@ class Attention(nn.Module):
         super().__init__()
         self.scores, self.heads = scores, 4
         self.qkv, self.out = nn.Linear(8, outputs), nn.Linear(8, 8)
+        self.pool = nn.Conv1d(2, 2, 3, padding=1) if scores is pooled else None
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.qkv(x).unflatten(-1, (3, -1, 2)).permute(2, 0, 3, 1, 4).unbind()
@@ -105,6 +106,10 @@ def plain(self: Attention, q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT
 
 
+def repeated(self: Attention, q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.expand(-1, q.shape[1], -1, -1).mT
+
+
 def sloped(self: Attention, q: Tensor, k: Tensor) -> Tensor:
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=q.dtype)
     return q @ k.mT + slopes[:, None, None] * torch.arange(k.shape[2], dtype=q.dtype)
@@ -119,6 +124,18 @@ def broadcast(self: Attention, q: Tensor, k: Tensor) -> Tensor:
     return q @ torch.broadcast_to(k, k.shape).mT + torch.zeros_like(q[..., :1])
 
 
+def pooled(self: Attention, q: Tensor, k: Tensor) -> Tensor:
+    """Keys are mixed with their neighbours, by one convolution for all heads, which stand in its batch."""
+    mixed = self.pool(k.flatten(0, 1).mT).mT.unflatten(0, (len(k), -1))
+    return q @ mixed.mT
+
+
+def written(self: Attention, q: Tensor, k: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores[:, :, 1:] = scores[:, :, 1:] * 0.5
+    return scores
+
+
 def drawn(model: nn.Module, scale: float = 1.0) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     for parameter in model.double().eval().parameters():
@@ -129,8 +146,8 @@ def drawn(model: nn.Module, scale: float = 1.0) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize(
     ("layer", "padded"),
     [(Attention(plain), 0), (Attention(sloped), 4), (Attention(batched), 0), (Attention(broadcast), 0),
-     (OneKey(plain, 12), 0)],
-    ids=["plain", "sloped", "batched", "broadcast", "one key"],
+     (Attention(pooled), 0), (Attention(written), 0), (OneKey(plain, 12), 0), (OneKey(repeated, 12), 0)],
+    ids=["plain", "sloped", "batched", "broadcast", "pooled", "written", "one key", "one key repeated"],
 )  # fmt: skip
 def test_heads_go_from(layer: Attention, padded: int) -> None:
     model, x = drawn(nn.Sequential(layer, nn.Linear(8, 3)))

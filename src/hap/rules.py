@@ -472,6 +472,8 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
         return freeze_all(tracer, node, COMPUTED)
     weight, shape, groups = view.name, tracer.shapes[view.name], given["groups"]
     spatial = len(shape) - 2
+    if len(shape_of(x)) == len(shape) and tracer.labels(x).shape[0] > 1:
+        return _sample_by_sample(tracer, node, x, view, given["bias"])
     inputs, outputs = along(tracer, x, -spatial - 1), weights.outputs(tracer, view, 0)
     _tie_groups(tracer, inputs, outputs, groups, view)
     if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
@@ -488,6 +490,18 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
         sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
         tracer.sites[weight] = Site(module, weight, *sizes, batch)
     return spread(outputs, node.meta["val"].ndim, -spatial - 1)
+
+
+def _sample_by_sample(tracer: Tracer, node: fx.Node, x: fx.Node, view: weights.View, bias: Any) -> Tensor:
+    """A convolution of what is cut along the first axis, such as heads as a batch: these go whole, its weight stays."""
+    labels, outputs = tracer.labels(x), weights.outputs(tracer, view, 0)
+    labels = joined_along(tracer, labels, [d for d in range(1, labels.ndim) if labels.shape[d] > 1])
+    weights.tie_inputs(tracer, view, 1, np.zeros(len(view.index[1]), dtype=np.int64))
+    tracer.freeze(outputs, tracer.module(node) or view.name, "works on heads as on samples")
+    tie_bias(tracer, [bias], outputs)
+    each = math.prod(view.shape) * math.prod(shape_of(node)[2:])
+    tracer.products.append(Product(labels.flatten().numpy(), each * len(x.meta["val"]) // labels.numel()))
+    return labels
 
 
 @rule(*TRANSPOSED)
