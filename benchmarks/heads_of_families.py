@@ -90,6 +90,32 @@ def gap(a: Any, b: Any) -> float:
     return max(float((x - y).abs().max()) / max(1.0, float(x.abs().max())) for x, y in pairs if x.numel())
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The families by what can be done, for the manual."""
+    kinds: dict[str, list[str]] = {
+        "in place": [],
+        "zeros stand in (in how many layers)": [],
+        "some layers keep theirs": [],
+    }
+    for row in (r for r in rows if r["layers"]):
+        place = 2 if row["missed"] else 1 if row["stand_ins"] else 0
+        share = f" ({row['stand_ins'] if place == 1 else row['found']} of {row['layers']})" if place else ""
+        [*kinds.values()][place].append(row["family"] + share)
+    lines = [
+        "| heads go | families |",
+        "| --- | --- |",
+        *(f"| {kind} | {', '.join(sorted(names))} |" for kind, names in kinds.items()),
+    ]
+    worst, heads = max(r.get("gap", 0) for r in rows), sum(r["heads"] for r in rows)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Over {heads} heads, the largest difference from the masked models is {worst:.0e} of the outputs.",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -103,6 +129,7 @@ def main() -> None:
             rows.append(measure(name))
             print(rows[-1], flush=True)
     write_json(options.out, {"rows": rows} | provenance())
+    print(table(rows))
 
 
 if __name__ == "__main__":
