@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +74,14 @@ def _halve(model: nn.Module, example: Any, heads: hap.Groups, within: float = 1e
     count = hap.cost(pruned, example)
     assert (count.params, count.macs) == (plan.after.params, plan.after.macs) and count.macs < plan.before.macs
     return pruned, plan
+
+
+def test_the_manual_shows_what_the_benchmark_found() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "results" / "heads" / "families.json").read_text())["rows"]
+    table = runpy.run_path(str(root / "benchmarks" / "heads_of_families.py"))["table"](rows)
+    assert table in (root / "docs" / "heads.md").read_text()
+    assert all(row.get("gap", 0) <= 1e-5 for row in rows)
 
 
 # ---- one by one ---------------------------------------------------------------------------------------------
