@@ -134,17 +134,22 @@ def test_what_was_written_to_since_is_computed_again() -> None:
         assert torch.equal(functional.linear(x, model.narrow.weight, model.narrow.bias), model.narrow(x))
 
 
-@pytest.mark.parametrize("mask", [None, (5, 5), (2, 4, 5, 5)])
-def test_attention_leaves_out_heads_of_zeros(mask: tuple[int, ...] | None) -> None:
-    q, k, v = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
-    v[:, 1:3] = 0
+@pytest.mark.parametrize("mask", [None, (5, 5), (4, 5, 5), (2, 4, 5, 5)])
+@pytest.mark.parametrize("flat", [False, True])
+def test_attention_leaves_out_heads_of_zeros(mask: tuple[int, ...] | None, flat: bool) -> None:
+    q, k, v = torch.randn(3, *([4] if flat else [2, 4]), 5, 8, dtype=torch.float64)
+    if flat and mask is not None:
+        mask = mask[-3:]
+    v[..., 1:3, :, :] = 0
     bias = None if mask is None else torch.randn(mask, dtype=torch.float64)
-    few = [x[:, [0, 3]] for x in (q, k, v)]
+    few = [x[..., [0, 3], :, :] for x in (q, k, v)]
     known = Remembering({})
     with known:
-        small = ATTENTION(few[0], few[1], few[2], attn_mask=bias if bias is None or bias.ndim == 2 else bias[:, [0, 3]])
+        small = ATTENTION(
+            few[0], few[1], few[2], attn_mask=bias if bias is None or bias.ndim == 2 else bias[..., [0, 3], :, :]
+        )
     with SkippingZeros({}, known), FlopCounterMode(display=False) as counter:
         result = ATTENTION(q, k, v, attn_mask=bias)
-    assert torch.equal(result[:, [0, 3]], small) and not result[:, 1:3].any()
+    assert torch.equal(result[..., [0, 3], :, :], small) and not result[..., 1:3, :, :].any()
     assert gap([result], [ATTENTION(q, k, v, attn_mask=bias)]) <= 1e-12
     assert counter.get_total_flops() == 0

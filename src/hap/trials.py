@@ -199,10 +199,11 @@ class Trial:
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
-        """Whether the model does without parts of these groups. Those under a norm apart: their values must change."""
+        """Whether the model does without parts of these groups; of those under a norm last, since they change values."""
         following = {id(x): x for x in (*self.rest_lengths, *lengths)}
         groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
-        for part in ([n for n in names if not self._spanned(n)], [n for n in names if self._spanned(n)]):
+        exact, spanned = ([n for n in names if self._spanned(n) == side] for side in (False, True))
+        for part in (exact, exact + spanned if spanned else []):
             for number, pair in enumerate(self.removals[:rounds] if part else ()):
                 cut = tuple(dict.fromkeys(part + self.rest))
                 base, plan = (draft(groups, {n: removed[n] for n in cut}) for removed in pair)

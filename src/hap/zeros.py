@@ -166,13 +166,14 @@ class Remembering(TorchFunctionMode):
         """Attention without the heads whose values are all zero, and so is what they compute."""
         q, k, v, mask = given
         assert q is not None and k is not None and v is not None
-        grouped, heads = v.ndim == 4 and q.shape[1] != v.shape[1], v.shape[1] if v.ndim == 4 else 0
-        live = (v != 0).any(-1).any(-1).any(0).nonzero().flatten() if heads and not grouped else torch.arange(0)
-        if 0 < len(live) < heads and q.shape[:2] == k.shape[:2] == v.shape[:2]:
-            per_head = mask is not None and mask.ndim == 4 and mask.shape[1] > 1
-            few = [t.index_select(1, live) for t in (q, k, v)]
-            some = self.attention((*few, mask.index_select(1, live) if per_head and mask is not None else mask), rest)
-            return some.new_zeros(v.shape[0], heads, *some.shape[2:]).index_copy_(1, live, some)
+        if v.ndim > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+            live = (v != 0).any(-1).any(-1).flatten(0, -2).any(0) if v.ndim > 3 else (v != 0).any(-1).any(-1)
+            if 0 < int(live.sum()) < len(live):
+                few = [t.index_select(-3, live.nonzero().flatten()) for t in (q, k, v)]
+                per_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
+                mask = mask.index_select(-3, live.nonzero().flatten()) if per_head and mask is not None else mask
+                some = self.attention((*few, mask), rest)
+                return some.new_zeros(*q.shape[:-1], v.shape[-1]).index_copy_(-3, live.nonzero().flatten(), some)
         known = self.again(ATTENTION, "", given, rest)
         return ATTENTION(q, k, v, mask, *rest[:2], **dict(rest[2:])) if known is None else known
 
