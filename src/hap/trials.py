@@ -199,7 +199,7 @@ class Trial:
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
-        """Whether the model does without parts of these groups; of those under a norm last, since they change values."""
+        """Whether the model does without parts of these groups; those under a norm come last, as they change values."""
         following = {id(x): x for x in (*self.rest_lengths, *lengths)}
         groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
         exact, spanned = ([n for n in names if self._spanned(n) == side] for side in (False, True))
