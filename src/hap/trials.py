@@ -230,7 +230,7 @@ def _telling(model: nn.Module, groups: Groups) -> nn.Module:
     for name in dict.fromkeys(p.weight for g in among for p in g.producers):
         if tensors[name].is_floating_point():
             fans = tensors[name].numel() / max(tensors[name].shape)
-            values = torch.randn(tensors[name].shape, generator=random, dtype=torch.float64)
+            values = torch.randn(tensors[name].shape, generator=random)
             changed[name] = (2 / fans**0.5 * values).to(tensors[name])
     return variant(model, changed) if changed else model
 
