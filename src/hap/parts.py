@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -127,10 +128,24 @@ def _recording(model: nn.Module, calls: dict[str, list[Call]], choices: _Choices
         yield
 
 
+class _SizesKnown(TorchFunctionMode):
+    """Raises as soon as a size would depend on values: torch.export goes on for long before it gives up."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        chosen = args[1] if func is torch.Tensor.__getitem__ else ()
+        indices = chosen if isinstance(chosen, tuple) else (chosen,)
+        if func in CHOOSING or _by_mask(i for i in indices if isinstance(i, torch.Tensor)):
+            raise HapError(f"{getattr(func, '__name__', func)} returns as much as values tell")
+        return func(*args, **(kwargs or {}))
+
+
+CHOOSING = {torch.nonzero, torch.Tensor.nonzero, torch.masked_select, torch.Tensor.masked_select}
+
+
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.export gives a graph of this module in which every size is known."""
     try:
-        with evaluating(module), torch.no_grad(), redirect_stderr(StringIO()):  # where torch prints half a graph
+        with evaluating(module), torch.no_grad(), _SizesKnown(), redirect_stderr(StringIO()):  # it prints half a graph
             program = torch.export.export(module, args, kwargs, strict=False)
     except Exception:  # whatever keeps torch.export from it, its own parts are tried next
         return False
