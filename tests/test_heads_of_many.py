@@ -132,7 +132,7 @@ def batched(self: Attention, q: Tensor, k: Tensor) -> Tensor:
 
 
 def broadcast(self: Attention, q: Tensor, k: Tensor) -> Tensor:
-    return q @ torch.broadcast_to(k, k.shape).mT + torch.zeros_like(q[..., :1])
+    return q @ torch.broadcast_to(k, k.shape).mT + torch.zeros_like(q[..., :1]) + q.new_ones(1)
 
 
 def pooled(self: Attention, q: Tensor, k: Tensor) -> Tensor:

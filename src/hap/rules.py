@@ -436,6 +436,12 @@ def type_as(tracer: Tracer, node: fx.Node) -> Tensor:
     return tracer.labels(source)
 
 
+@rule("new_empty", "new_full", "new_ones", "new_zeros")
+def new(tracer: Tracer, node: fx.Node) -> Any:
+    """A tensor of its own, of the type of another one."""
+    return _plain(node.meta["val"])
+
+
 @rule("linear")
 def linear(tracer: Tracer, node: fx.Node) -> Any:
     x, weight_node, *rest = node.args
