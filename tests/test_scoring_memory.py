@@ -1,5 +1,6 @@
 """Scores find how much they can do at once by themselves, and go on by halves when memory runs out."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -139,3 +140,19 @@ def test_free_memory_is_that_of_this_machine() -> None:
     free = memory.free_bytes(torch.device("cpu"))
     assert 2**20 < free < 2**50
     assert memory.budget(torch.device("cpu")) <= 0.6 * free
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_nothing_outlives_the_scores(name: str) -> None:
+    """Neither graphs nor activations: a graph that holds itself would never go, whatever collects garbage."""
+
+    def living() -> int:
+        gc.collect()
+        return sum(type(x) in (Tensor, nn.Parameter) for x in gc.get_objects())
+
+    model, groups, batches = problem()
+    counts = []
+    for _ in range(3):
+        hap.score(model, groups, batches, F.cross_entropy, ONE[name])
+        counts.append(living())
+    assert counts[0] == counts[1] == counts[2]

@@ -19,6 +19,7 @@ class Hessian:
     def __init__(self, problem: Problem):
         self.problem = problem
         self.weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+        self._graph: tuple[dict[str, Tensor], int] | None = None
 
     def products(self, vectors: dict[str, Tensor], chunk: int | None = None) -> dict[str, Tensor]:
         """H v for many v at once: vectors[name] has shape (count, *weight.shape), and so has the result.
@@ -28,7 +29,9 @@ class Hessian:
         total = {n: torch.zeros_like(v) for n, v in vectors.items()}
         count = len(next(iter(vectors.values())))
         for batch, share in zip(self.problem.batches, self.problem.shares(), strict=True):
-            gradients, held = self._gradients(batch)
+            gradients, held = self._graph or self._gradients(batch)
+            if len(self.problem.batches) == 1:
+                self._graph = gradients, held  # for the next vectors too
 
             def work(part: slice, gradients: dict[str, Tensor] = gradients) -> dict[str, Tensor]:
                 return self._backward(gradients, {n: v[part] for n, v in vectors.items()})

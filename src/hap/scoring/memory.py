@@ -58,7 +58,7 @@ def held_by_graph() -> Iterator[Held]:
         if not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
             held.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a result that its own operator saves would hold itself, and the whole graph, for ever
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield held
