@@ -109,3 +109,25 @@ def _written(model: nn.Module, example: torch.Tensor) -> int:
             module.register_forward_hook(lambda m, args, out: sizes.append(out.numel()))
     model(example)
     return sum(sizes)
+
+
+class Einsums(nn.Module):
+    """Scores of heads that are one or more wide, and an outer product that is weighted pointwise."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.width = nn.Linear(6, 2 * width), nn.Linear(6, 2 * width), width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = (layer(x).unflatten(-1, (-1, self.width)) for layer in (self.q, self.k))
+        return torch.einsum("bqhd,bkhd->bhqk", q, k).sum(1) * 0.5
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_einsum_over_an_axis_of_length_1_is_counted_like_any_other(width: int) -> None:
+    model, example = Einsums(width), torch.randn(3, 5, 6)
+    count = hap.cost(model, example)
+    assert count.macs == 2 * (3 * 5 * 6 * 2 * width) + 3 * 2 * 5 * 5 * width
+    assert count.uncounted["aten::mul"] == 1  # what scales the scores is no product of matrices
+    check_cost(model, hap.draft(hap.trace(model, example), {}).before, example)
+    check_cost(hap.rewrite(model, example)[0], count, example)  # calls the operator itself

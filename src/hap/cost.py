@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hap.examples import call_arguments, evaluating
@@ -44,15 +45,32 @@ class Count:
     uncounted: dict[str, int]
 
 
-class _Counter(FlopCounterMode):
-    """Torch's counter, also noting the operators that it passes over. Pure views move no data and are not noted."""
+class Counter(FlopCounterMode):
+    """Torch's counter, also noting the operators that it passes over. Pure views move no data and are not noted.
+
+    An einsum that sums over nothing, or over an axis of length 1, is a pointwise product to torch. It is counted as the
+    matrix product that it would be with any other length.
+    """
 
     def __init__(self) -> None:
         super().__init__(display=False)
         self.uncounted: dict[str, int] = {}
+        self._einsums = _Einsums()
+
+    def __enter__(self) -> Self:
+        self._einsums.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> Any:
+        left = super().__exit__(*args)
+        self._einsums.__exit__(*args)
+        return left
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if func_packet not in self.flop_registry:
+        if func_packet is torch.ops.aten.mul and self._einsums.running:
+            for module in set(self.mod_tracker.parents):
+                self.flop_counts[module][func_packet] += 2 * out.numel()
+        elif func_packet not in self.flop_registry:
             overloads = [getattr(func_packet, name) for name in func_packet.overloads()]
             if (
                 not all(getattr(o, "is_view", False) for o in overloads)
@@ -61,6 +79,21 @@ class _Counter(FlopCounterMode):
                 name = func_packet._qualified_op_name
                 self.uncounted[name] = self.uncounted.get(name, 0) + 1
         return super()._count_flops(func_packet, out, args, kwargs)
+
+
+class _Einsums(TorchFunctionMode):
+    """Tells whether an einsum is running."""
+
+    running = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.einsum, torch.ops.aten.einsum.default):
+            return func(*args, **(kwargs or {}))
+        self.running = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.running = False
 
 
 @contextmanager
@@ -77,7 +110,7 @@ def _unfused() -> Iterator[None]:
 
 def cost(model: nn.Module, example: Any) -> Count:
     """Count parameters and multiply-adds by running the model once on the example."""
-    counter = _Counter()
+    counter = Counter()
     args, kwargs = call_arguments(example)
     detached = {
         n: p.detach() for n, p in model.named_parameters()

@@ -18,9 +18,9 @@ from torch._subclasses import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from hap import weights
+from hap.cost import Counter
 from hap.groups import Ints, Product, Site
 from hap.operators import (
     AVERAGES,
@@ -193,7 +193,7 @@ def _macs(node: fx.Node) -> int:
     fakes = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, FakeTensor)]
     if not fakes or not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    with fakes[0].fake_mode, FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+    with fakes[0].fake_mode, Counter() as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         node.target(*args, **kwargs)
     return counter.get_total_flops() // 2
 
