@@ -217,7 +217,8 @@ def _equation_six(model: nn.Module, groups: Any, name: str, diagonal: dict[str, 
     return torch.stack(values)
 
 
-def test_joint_trace_by_probes_meets_the_full_hessian(encoder: Any) -> None:
+@pytest.mark.parametrize("deflate", [0, 40])
+def test_joint_trace_by_probes_meets_the_full_hessian(encoder: Any, deflate: int) -> None:
     model, example, batches = encoder
     groups = hap.only(hap.trace(model, example), ["layers.1.q"])
     diagonal = {}
@@ -226,9 +227,12 @@ def test_joint_trace_by_probes_meets_the_full_hessian(encoder: Any) -> None:
             square = full_hessian(model, [weight], batches, F.cross_entropy)
         diagonal[weight] = square.diagonal().view_as(dict(model.named_parameters())[weight])
     wanted = _equation_six(model, groups, "layers.1.q", diagonal)
-    scores = hap.score(model, groups, batches, F.cross_entropy, hap.JointTrace(probes=150))
+    scores = hap.score(model, groups, batches, F.cross_entropy, hap.JointTrace(probes=150, deflate=deflate))
     assert ((scores["layers.1.q"] - wanted).abs() < 4 * scores.errors["layers.1.q"]).all()
-    assert scores.about == {"method": "hutchinson", "probes": 150}
+    assert scores.about == {"method": "hutchinson", "probes": 150} | ({"deflate": 40} if deflate else {})
+    plain = hap.score(model, groups, batches, F.cross_entropy, hap.JointTrace(probes=150, seed=1))
+    noise = [s.errors["layers.1.q"].square().mean().sqrt() for s in (scores, plain)]
+    assert (noise[0] < 0.8 * noise[1]) if deflate else (0.7 < noise[0] / noise[1] < 1.4)
 
 
 def test_joint_trace_by_draws_meets_the_gauss_newton_matrix(encoder: Any) -> None:
@@ -351,7 +355,7 @@ def test_says_where_a_layer_is_hidden(criterion: hap.Criterion) -> None:
     assert hap.score(model, groups, [(x, torch.tensor([0, 1]))], F.cross_entropy, hap.JointTrace(probes=2))
 
 
-@pytest.mark.parametrize("options", [{"method": "exact"}, {"probes": 1}, {"draws": 0}])
+@pytest.mark.parametrize("options", [{"method": "exact"}, {"probes": 1}, {"draws": 0}, {"deflate": -1}])
 def test_joint_trace_refuses_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(hap.HapError, match="expected"):
         hap.JointTrace(**options)

@@ -32,9 +32,9 @@ def glue(
         "results/glue"
     ),
     work: Annotated[Path, typer.Option(help="Dense networks, and what resuming needs.")] = Path("runs/glue"),
-    criteria: Annotated[str, typer.Option(help="With commas; also gauss-newton, gradient-raw, narrow.")] = ",".join(
-        CRITERIA
-    ),
+    criteria: Annotated[
+        str, typer.Option(help="With commas; also hessian-deflated, gauss-newton, gradient-raw, narrow.")
+    ] = ",".join(CRITERIA),
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0.")] = 3,
     heads: Annotated[str, typer.Option(help="Shares of the heads that are LEFT, with commas.")] = ",".join(
         map(str, DEFAULTS.budgets)

@@ -41,11 +41,14 @@ ORDER = ("mrpc", "rte", "sst2", "qnli")
 
 MOST_STEPS = {"sst2": 1000}
 """Fine-tuning ends after so many steps, before and after pruning, on a task that is large."""
+DIRECTIONS = 16
+"""Of the Hessian, taken out of its noise by "hessian-deflated"."""
 
 
 def criterion_of(name: str, seed: int, probes: int) -> Criterion:
     made: dict[str, Criterion] = {
         "hessian": hap.JointTrace("hutchinson", probes=probes, seed=seed),
+        "hessian-deflated": hap.JointTrace("hutchinson", probes=probes, seed=seed, deflate=DIRECTIONS),
         "narrow": hap.JointTrace("hutchinson", probes=probes, seed=seed),
         "gauss-newton": hap.JointTrace("gauss-newton", seed=seed),
         "gradient": hap.GateGradient(),

@@ -18,6 +18,7 @@ from hap.errors import HapError
 from hap.groups import Group, Groups, Producer
 from hap.scoring.base import Batch, Criterion, Problem, Scores, fold, samples
 from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
+from hap.scoring.hessian import quadratics
 from hap.scoring.simple import L1, Magnitude
 
 METHODS = ("hutchinson", "gauss-newton")
@@ -70,7 +71,8 @@ class JointTrace(Criterion):
     the query, key, value and output slices, as in the paper's experiment on heads.
 
     "hutchinson"    the Hessian, by `probes` random sign vectors. One graph of one batch and one probe are held at a
-                    time, so the size of the batches bounds the memory. Gives standard errors.
+                    time, so the size of the batches bounds the memory. Gives standard errors. `deflate` is that of
+                    `HessianTrace`: less noise, for the memory of two copies of the weights for each direction.
     "gauss-newton"  J^T B J instead of the Hessian, B the curvature of the cross-entropy in the outputs: `draws` random
                     sign combinations of the columns of a root of B for each sample, where Fisher's way would draw
                     labels; unbiased like that, but without its rare large values on confident samples. Gradients are
@@ -81,20 +83,27 @@ class JointTrace(Criterion):
     probes: int = 100
     draws: int = 1
     seed: int = 0
+    deflate: int = 0
 
     name: ClassVar[str] = "joint"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise HapError(f"method is {self.method!r}; expected one of {', '.join(map(repr, METHODS))}")
-        if self.probes < 2 or self.draws < 1:
-            raise HapError(f"probes={self.probes}, draws={self.draws}; expected at least 2 probes and 1 draw")
+        if self.probes < 2 or self.draws < 1 or self.deflate < 0:
+            raise HapError(
+                f"probes={self.probes}, draws={self.draws}, deflate={self.deflate}; "
+                "expected at least 2 probes, 1 draw and 0 directions"
+            )
 
     def scores(self, problem: Problem) -> Scores:
         inner = _input_axes(problem)
         problem = whole(problem)
         if self.method == "hutchinson":
-            count, traces = self.probes, _probed(problem, self.probes, self.seed)
+            probed = _deflated if self.deflate else _probed
+            count, traces = self.probes, probed(problem, self)
+            if not torch.isfinite(traces).all():
+                raise HapError("a Hessian product is not finite; check the model's weights, or score in float32")
         else:
             count, traces = self.draws, _drawn(problem, inner, self.draws, self.seed)
         values = traces * torch.cat(list(_factors(problem).values()))
@@ -104,6 +113,7 @@ class JointTrace(Criterion):
         if self.method != "hutchinson":
             return Scores(mean, about=about)
         error = values.std(0) / count**0.5
+        about |= {"deflate": self.deflate} if self.deflate else {}
         return Scores(mean, dict(zip(problem.groups, error.split(sizes), strict=True)), about)
 
 
@@ -114,23 +124,30 @@ def _factors(problem: Problem) -> dict[str, Tensor]:
     return {n: norms[n] / (2 * sizes[n]) for n in norms}
 
 
-def _probed(problem: Problem, probes: int, seed: int) -> Tensor:
+def _deflated(problem: Problem, how: JointTrace) -> Tensor:
+    """Estimates as those of `_probed`, with what the Hessian's leading directions contribute known exactly."""
+    blocks = quadratics(problem, how.probes, 1, how.seed, how.deflate)
+    probes = ({n: q[i] for n, q in block.items()} for block in blocks for i in range(len(next(iter(block.values())))))
+    return torch.stack(
+        [_per_unit(problem, lambda g, p, e=elements: problem.per_unit(g, p, e[p.weight])) for elements in probes]
+    )
+
+
+def _probed(problem: Problem, how: JointTrace) -> Tensor:
     """v^T H_pp v for every probe and unit (probes, units): a double backward per probe and batch."""
     device = next(iter(problem.weights.values())).device
-    values = torch.zeros(probes, problem.groups.units, dtype=torch.float64, device=device)
+    values = torch.zeros(how.probes, problem.groups.units, dtype=torch.float64, device=device)
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
             _, loss = problem.evaluate(weights, batch)
             slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
-        for probe in range(probes):
-            signs = _signs(weights, device, seed * 1_000_003 + probe)
+        for probe in range(how.probes):
+            signs = _signs(weights, device, how.seed * 1_000_003 + probe)
             products = torch.autograd.grad(slopes, list(weights.values()), signs, True, materialize_grads=True)
             elements = {n: v * p for n, v, p in zip(weights, signs, products, strict=True)}
             values[probe] += share * _per_unit(problem, lambda g, p, e=elements: problem.per_unit(g, p, e[p.weight]))
     distributed.sum_([values])
-    if not torch.isfinite(values).all():
-        raise HapError("a Hessian product is not finite; check the model's weights, or score in float32")
     return values
 
 
