@@ -231,6 +231,7 @@ def jobs() -> list[Job]:
     """All jobs, most telling first."""
     rows = [[*rankings(seed), *resnet56_jobs(seed)] for seed in range(3)]
     headlines = [job for seed in rows for job in seed if "resnet56" in job.targets and _is_headline(job)]
+    headlines.sort(key=lambda job: job.recipe.seed > 0 and not job.prune.per_cost)  # type: ignore[union-attr]
     return [
         *dense_jobs("resnet56"), *headlines,
         *dense_jobs("vgg16_bn", ("paper",)), *vgg16_jobs(),
