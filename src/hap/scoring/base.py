@@ -26,6 +26,9 @@ from hap.groups import Group, Groups, Producer
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
 
+PIECE = 1 << 18
+"""How many weights are copied to float64 at a time: as many as a processor's cache holds."""
+
 
 class Scores(dict[str, Tensor]):
     """One value per unit, by group. `errors` holds standard errors of estimates, `about` how the criterion ran."""
@@ -105,6 +108,19 @@ class Problem:
         """Sum `values`, shaped like the producer's weight, over everything a unit owns there."""
         rest = [d for d in range(values.ndim) if d != producer.dim]
         return fold(group, producer, values.sum(dim=rest) if rest else values)
+
+    def sum_of(self, what: Callable[[Tensor], Tensor], group: Group, producer: Producer) -> Tensor:
+        """Sum what a function makes of each single weight, in float64, over everything a unit owns in a producer.
+
+        A few rows at a time, since a copy of a large weight in float64 takes longer than the sums.
+        """
+        weight = self.weights[producer.weight]
+        if distributed.is_sharded(weight):
+            return self.per_unit(group, producer, what(weight.double()))
+        rows = weight.movedim(producer.dim, 0)
+        pieces = rows.split(max(1, PIECE * len(rows) // max(1, rows.numel())))
+        sums = [what(x.double()).flatten(1).sum(1) if x.ndim > 1 else what(x.double()) for x in pieces]
+        return fold(group, producer, torch.cat(sums))
 
     def sizes(self, group: Group, producer: Producer) -> Tensor:
         """How many weights each unit owns in a producer: |p| of equation 6."""

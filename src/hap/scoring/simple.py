@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -21,8 +22,7 @@ class Magnitude(Criterion):
 
     def scores(self, problem: Problem) -> Scores:
         def formula(group: Group, producer: Producer) -> torch.Tensor:
-            square = problem.weights[producer.weight].double().square()
-            return problem.per_unit(group, producer, square) / problem.sizes(group, producer).clamp_min(1)
+            return problem.sum_of(torch.square, group, producer) / problem.sizes(group, producer).clamp_min(1)
 
         return Scores(problem.assemble(formula))
 
@@ -34,7 +34,7 @@ class L1(Criterion):
     name: ClassVar[str] = "l1"
 
     def scores(self, problem: Problem) -> Scores:
-        return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, problem.weights[p.weight].double().abs())))
+        return Scores(problem.assemble(partial(problem.sum_of, torch.abs)))
 
 
 @dataclass(frozen=True)
