@@ -4,40 +4,94 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from hap import rules
 from hap.entries import Arguments, recording
 from hap.errors import CaptureError, HapError
 from hap.examples import call_arguments, evaluating, run
+from hap.repeats import noting_shapes
 
 
-def capture(model: nn.Module, example: Any) -> tuple[torch.export.ExportedProgram, Arguments]:
-    """The graph of the model, and what its modules were called with."""
-    args, kwargs = call_arguments(example)
+@dataclass(frozen=True)
+class Captured:
+    """The graph of a model, what its modules were called with, and which of them return what is like it."""
+
+    program: torch.export.ExportedProgram
+    called: Arguments
+    shapes: dict[str, int]
+
+
+def capture(model: nn.Module, example: Any) -> Captured:
+    """What torch.export captures of the model. CaptureError: it cannot."""
+    known = SizesKnown()
     try:
-        with evaluating(model), torch.no_grad(), recording(model) as called, redirect_stderr(StringIO()):
-            program = torch.export.export(model, args, kwargs, strict=False)  # where it fails, it prints half a graph
+        return captured(model, example, known)
     except Exception as error:
+        if known.unknown is not None:
+            raise CaptureError(
+                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of what "
+                f"{known.unknown} returns depends on tensor values. Trace parts of the model instead, see hap.parts."
+            ) from error
         check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CaptureError(
             f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
             "model(example) runs, and that its forward does not branch on tensor values; see the cause above."
         ) from error
+
+
+def captured(model: nn.Module, example: Any, known: SizesKnown | None = None) -> Captured:
+    """The same, with whatever torch.export raises where it fails."""
+    known = known or SizesKnown()
+    with noting_shapes(model) as shapes, recording(model) as called:
+        program = export(model, *call_arguments(example), known)
     _inline_regions(program.graph_module)
     for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise CaptureError(
-                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of {node.name} "
-                "depends on tensor values. Trace parts of the model instead, see hap.parts."
-            )
-    return program, called
+        known.check(node.name, node.meta.get("val"))
+    return Captured(program, called, shapes)
+
+
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: SizesKnown
+) -> torch.export.ExportedProgram:
+    """torch.export in eval mode, which is stopped as soon as a size is not known."""
+    with evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()):  # it prints half a graph
+        return torch.export.export(model, args, kwargs, strict=False)
+
+
+class SizesKnown(TorchFunctionMode):
+    """Raises as soon as a size depends on values, and notes where: torch.export goes on for long before it gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in CHOOSING:
+            self.check(func.__name__, result)
+        return result
+
+    def check(self, what: str, values: Any) -> None:
+        sizes = (size for x in pytree.tree_leaves(values) if isinstance(x, Tensor) for size in x.shape)
+        if not all(type(size) is int for size in sizes):
+            self.unknown = what
+            raise HapError(f"the size of what {what} returns depends on tensor values")
+
+
+CHOOSING = {
+    torch.nonzero, torch.masked_select, torch.where, torch.unique, Tensor.nonzero, Tensor.masked_select, Tensor.where,
+    Tensor.unique, Tensor.__getitem__,
+}  # fmt: skip
+"""What may return as much as values tell."""
 
 
 def check_runs(model: nn.Module, example: Any) -> None:

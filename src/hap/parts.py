@@ -8,19 +8,17 @@ whatever prunes the view prunes the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
-from io import StringIO
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export
 from hap.errors import HapError
-from hap.examples import evaluating, run
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -52,16 +50,38 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
     Prune the view, and the model is pruned: `view = parts(detector, ([image],)); hap.prune_(view, view.example, ...)`.
     """
+    return captured_parts(model, example)[0]
+
+
+def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
+    """The same, with what torch.export captures of the view: that takes as long as all the rest.
+
+    What keeps torch.export from a module is most often a choice by value, which running the model shows. So the largest
+    modules without one are captured all at once, and one by one only where that fails.
+    """
     calls, choosing = _calls(model, example)
+    able = {n: m for n, m in model.named_modules() if n in calls and n not in choosing and _has_parameters(m)}
+    view = _view(model, calls, _outermost(able, lambda name: True))
+    try:
+        return view, captured(view, view.example)
+    except Exception:  # whatever it is, it need not be in all of them
+        view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
+        return view, capture(view, view.example)
+
+
+def _outermost(names: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
+    """Those of these modules that fit and are not inside of others that do. Outer ones come first."""
     found: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{part}.") for part in found)
-        able = name in calls and name not in choosing and not inside and _has_parameters(module)
-        if able and captures(module, *calls[name][0]):
+    for name in names:
+        if not any(name.startswith(f"{part}.") for part in found) and fits(name):
             found.append(name)
-    if not found:
+    return found
+
+
+def _view(model: nn.Module, calls: dict[str, list[Call]], names: list[str]) -> Parts:
+    if not names:
         raise HapError(f"torch.export can capture no part of {type(model).__name__} on this example")
-    return Parts(model, [(name, call) for name in found for call in calls[name]])
+    return Parts(model, [(name, call) for name in names for call in calls[name]])
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -94,7 +114,7 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[Call]], set[s
     calls: dict[str, list[Call]] = {}
     choices = _Choices()
     with _recording(model, calls, choices):
-        run(model, example)
+        check_runs(model, example)
     return calls, choices.choosing
 
 
@@ -128,26 +148,12 @@ def _recording(model: nn.Module, calls: dict[str, list[Call]], choices: _Choices
         yield
 
 
-class _SizesKnown(TorchFunctionMode):
-    """Raises as soon as a size would depend on values: torch.export goes on for long before it gives up."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        chosen = args[1] if func is torch.Tensor.__getitem__ else ()
-        indices = chosen if isinstance(chosen, tuple) else (chosen,)
-        if func in CHOOSING or _by_mask(i for i in indices if isinstance(i, torch.Tensor)):
-            raise HapError(f"{getattr(func, '__name__', func)} returns as much as values tell")
-        return func(*args, **(kwargs or {}))
-
-
-CHOOSING = {torch.nonzero, torch.Tensor.nonzero, torch.masked_select, torch.Tensor.masked_select}
-
-
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.export gives a graph of this module in which every size is known."""
+    known = SizesKnown()
     try:
-        with evaluating(module), torch.no_grad(), _SizesKnown(), redirect_stderr(StringIO()):  # it prints half a graph
-            program = torch.export.export(module, args, kwargs, strict=False)
+        program = export(module, args, kwargs, known)
+        known.check("the graph", [node.meta.get("val") for node in program.graph.nodes])
     except Exception:  # whatever keeps torch.export from it, its own parts are tried next
         return False
-    values = pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes])
-    return all(type(size) is int for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return True

@@ -16,14 +16,14 @@ from hap.examples import describe, run
 from hap.groups import Groups
 from hap.implants import Implant, NarrowHeads, as_implant
 from hap.narrowing import narrowable
-from hap.parts import Parts, parts
+from hap.parts import Parts, captured_parts
 from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
 from hap.plans import Plan
 from hap.scoring import Criterion, score
 from hap.scoring.base import Loss
 from hap.surgery import apply_
 from hap.timed_planning import plan_for_latency
-from hap.tracing import trace
+from hap.tracing import trace, trace_captured
 
 
 def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
@@ -82,8 +82,8 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
     try:
         return trace(model, example, coupling, ignore, stream), None
     except CaptureError:
-        view = parts(model, example)
-        groups = trace(view, view.example, coupling, ignore, stream)
+        view, captured = captured_parts(model, example)
+        groups = trace_captured(captured, view, view.example, coupling, ignore, stream)
         names = ", ".join(dict.fromkeys(view.names))
         warnings.warn(
             f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: {names}; what "

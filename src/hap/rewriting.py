@@ -53,7 +53,7 @@ def rewrite(
     Use it where `hap.trace` says that a forward counts on its sizes. The graph has the parameters of the model under
     the same names, runs in eval mode (dropout and batch statistics are left out) and with the example's batch size.
     """
-    program, _ = capture(model, example)
+    program = capture(model, example).program
     tracer = Tracer(model, program, {}, "joint")
     tracer.run()
     sizes = list(_sizes(tracer))

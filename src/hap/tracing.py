@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
 from hap.blocks import heads
-from hap.capturing import capture, check_runs
+from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
 from hap.errors import HapError
 from hap.examples import describe
@@ -34,7 +34,7 @@ from hap.groups import (
     Term,
     components,
 )
-from hap.repeats import find_repeats, noting_shapes
+from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
 from hap.trials import Trial
 from hap.weights import View
@@ -53,8 +53,14 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     """
     if coupling not in COUPLINGS:
         raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
-    with noting_shapes(model) as shapes:
-        tracer = Tracer(model, *capture(model, example), coupling)
+    return trace_captured(capture(model, example), model, example, coupling, ignore, stream)
+
+
+def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],
+                   stream: bool) -> Groups:  # fmt: skip
+    """The same for a model that is captured already."""
+    shapes = captured.shapes
+    tracer = Tracer(model, captured.program, captured.called, coupling)
     tracer.run()
     groups = tracer.settle(describe(example), ignore, stream)
     counting = tracer.counting_attributes()

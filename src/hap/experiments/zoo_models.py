@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,12 +99,12 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     from torchvision.ops import box_iou
 
     order = scores.argsort(descending=True, stable=True)
-    overlapping = box_iou(boxes[order], boxes[order]) > iou_threshold
-    alive = torch.ones(len(order), dtype=torch.bool)
+    apart = ~(box_iou(boxes[order], boxes[order]) > iou_threshold).numpy()
+    alive = np.ones(len(order), dtype=bool)
     for i in range(len(order)):
         if alive[i]:
-            alive[i + 1 :] &= ~overlapping[i, i + 1 :]
-    return order[alive]
+            alive[i + 1 :] &= apart[i, i + 1 :]
+    return order[torch.from_numpy(alive)]
 
 
 def _hugging_face(name: str) -> tuple[nn.Module, Any]:

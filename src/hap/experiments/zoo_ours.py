@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from hap.examples import call_arguments, run
 from hap.experiments.zoo_clock import Clock, OutOfTime, reason
 from hap.experiments.zoo_models import build
 from hap.groups import Groups
-from hap.parts import captures, parts
+from hap.parts import captured_parts, captures, parts
+from hap.tracing import trace_captured
 
 Record = dict[str, Any]
+Way = Callable[[nn.Module, Any], tuple[nn.Module, Groups]]
 
-_WAYS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Groups]]] = {
+_WAYS: dict[str, Way] = {
     "in place": lambda model, example: (model, hap.trace(model, example)),
     "as a graph": hap.rewrite,
     "with its stream": lambda model, example: (model, hap.trace(model, example, stream=True)),
@@ -41,16 +43,17 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
     model, example = build(spec)
     record: Record = {"verified": False}
     clock, alone = Clock(limit), Clock(limit)
-    subject, inputs = model, example
+    subject, inputs, ways = model, example, dict(_WAYS)
     try:
         outline = None
         if not alone("export", lambda: captures(model, *call_arguments(example))):
             clock.seconds["parts"] = alone.seconds.pop("export")  # finding out is a part of pruning
             outline = _outline(run(model, example))
-            subject = view = clock("parts", lambda: parts(model, example))
+            view, captured = clock("parts", lambda: captured_parts(model, example))
+            subject, ways["in place"] = view, lambda v, i: (v, trace_captured(captured, v, i, "joint", (), False))
             record["parts"], inputs = list(dict.fromkeys(view.names)), view.example
             alone("export", lambda: captures(view, *call_arguments(view.example)))
-        subject, groups, plan = _planned(subject, inputs, flops, clock, record)
+        subject, groups, plan = _planned(subject, inputs, flops, clock, record, ways)
         clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
         count = hap.cost(subject, inputs)
         record |= {
@@ -70,9 +73,10 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
         yield record | _exports(spec, subject, inputs, "parts" in record, Clock(limit))
 
 
-def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record: Record) -> tuple[Any, Groups, Any]:
+def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record: Record,
+             ways: Mapping[str, Way]) -> tuple[Any, Groups, Any]:  # fmt: skip
     """The first way that reaches the budget: what is to be pruned, its groups and the plan. All ways count."""
-    for how, trace in _WAYS.items():
+    for how, trace in ways.items():
         record["how"] = how
         model, groups = clock("trace", partial(trace, model, example))
         scores = clock("score", partial(hap.score, model, groups, None, None, "magnitude"))
