@@ -108,8 +108,54 @@ class Moving(nn.Module):
 
 def test_labels_are_not_written_out_over_space() -> None:
     model, image = Moving(), torch.zeros(1, 3, 256, 256)
-    tracer = Tracer(model, *capture(model, image), "joint")
+    captured = capture(model, image)
+    tracer = Tracer(model, captured.program, captured.called, "joint")
     tracer.run()
     sizes = [x.untyped_storage().nbytes() for x in tracer.values.values() if isinstance(x, Tensor)]
     assert max(sizes) <= 128 * 8
     assert len(hap.trace(model, image)["a"]) == 64
+
+
+class Windowed(nn.Module):
+    """Attention in windows. With the right width but not the right number of heads it runs, and mixes up positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 3, 12
+        self.qkv, self.out = nn.Linear(8, 36), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(len(x), -1, 2, 3, self.heads, 4).permute(3, 0, 4, 2, 1, 5)
+        return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 3).reshape(len(x), -1, self.width))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-7])
+def test_weights_of_next_to_nothing_do_not_hide_what_comes_before_them(scale: float) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Windowed(), nn.Linear(8, 5)), torch.randn(1, 12, 8)
+    weight = model[2].weight.data.clone()
+    model[2].weight.data.mul_(scale)
+    groups = hap.trace(model, x, ignore=["0", "1.out"])
+    assert followers(groups) == {("1", "heads"), ("1", "width")}
+    model[2].weight.data.copy_(weight)
+    hap.apply_(model.double(), hap.draft(groups, {"1.qkv": [1]}), x.double())
+    assert model[1].heads == 2
+
+
+class Averaging(nn.Module):
+    """A norm by hand over channels, scaled by a reshaped vector."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 4, 1), nn.Parameter(torch.rand(16))
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.b(y * torch.rsqrt(y.pow(2).mean(1, keepdim=True) + 1e-5) * self.scale.reshape(1, self.size, 1, 1))
+
+
+def test_what_takes_the_rest_in_a_reshape_is_not_counted_on() -> None:
+    """Values change with an average, so that no run tells whether a size that is written down is right."""
+    image = torch.randn(1, 3, 4, 4)
+    assert list(hap.trace(Averaging(-1), image)) == ["a"]
+    assert not hap.trace(Averaging(16), image)

@@ -284,9 +284,6 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     """Run the operator itself on the labels."""
     if not any(varies(x) for x in _inputs(tracer, node)):
         return _plain(node.meta["val"])
-    if short_name(node) in SIZED:
-        tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
-
     if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
         channels = along(tracer, node.args[0], 1)  # type: ignore[arg-type]
         tracer.shaped.append((tracer.module(node), torch.from_numpy(channels).view(int(node.args[1]), -1), None))  # type: ignore[arg-type]
@@ -294,6 +291,8 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         result = _on_labels(tracer, node)
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(tracer, node, "an operator that cannot run on labels")
+    if short_name(node) in SIZED and not _takes_the_rest(node, result):
+        tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
     if not isinstance(result, list | tuple):
         result = compress(result)
         tracer.shaped.append((tracer.module(node), result, None))
@@ -306,6 +305,17 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     parts = [compress(r) for r in result]
     tracer.shaped += [(tracer.module(node), part, i) for i, part in enumerate(parts)]
     return parts
+
+
+def _takes_the_rest(node: fx.Node, result: Any) -> bool:
+    """Whether the one axis along which a reshaped tensor varies has the size -1, as in `view(1, -1, 1, 1)`.
+
+    Such a size follows whatever goes, and no other counts it.
+    """
+    if short_name(node) not in ("reshape", "view"):
+        return False
+    sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
+    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, compress(result).shape, strict=True) if long > 1)
 
 
 def _on_labels(tracer: Tracer, node: fx.Node) -> Any:

@@ -38,6 +38,10 @@ LARGE_MODEL = 20_000
 """Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
 
 
+SILENT = 0.1
+"""Weights that could not even make outputs this many times as large as inputs say too little in trials."""
+
+
 class Trial:
     """Which groups a forward can do without some of. Those that pass through reshapes or splits are suspects.
 
@@ -223,16 +227,33 @@ def _telling(model: nn.Module, groups: Groups) -> nn.Module:
     """The model with random weights where activations are multiplied, as in attention; all else is shared.
 
     Those of an untrained model may be so small that every head looks at all alike, and heads of a wrong width would do.
+    Weights that are next to nothing hide what comes before them, such as a classifier that begins with zeros or the
+    scale of a branch; these are random too.
     """
-    tensors, changed, random = dict(model.named_parameters()), {}, torch.Generator().manual_seed(0)
+    tensors = {n: t.detach() for n, t in model.named_parameters() if t.is_floating_point() and t.numel()}
     multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
     among = [g for g in groups.values() if np.isin(g.classes, multiplied).any()]
-    for name in dict.fromkeys(p.weight for g in among for p in g.producers):
-        if tensors[name].is_floating_point():
-            fans = tensors[name].numel() / max(tensors[name].shape)
-            values = torch.randn(tensors[name].shape, generator=random)
-            changed[name] = (2 / fans**0.5 * values).to(tensors[name])
+    scales = {p.weight: 2.0 for g in among for p in g.producers if p.weight in tensors}
+    scales |= {n: 1.0 for n, t in tensors.items() if n not in scales and not n.endswith("bias") and _silent(t)}
+    random = torch.Generator().manual_seed(0)
+    changed = {n: _drawn(tensors[n], scale, random) for n, scale in scales.items()}
     return variant(model, changed) if changed else model
+
+
+def _fans(tensor: Tensor) -> float:
+    """About how many inputs go into an output; 1 for a vector, which scales."""
+    return tensor.numel() / max(tensor.shape, default=1)
+
+
+def _silent(tensor: Tensor) -> bool:
+    """Whether products with these weights come to next to nothing."""
+    return float(tensor.abs().max()) * _fans(tensor) ** 0.5 < SILENT
+
+
+def _drawn(like: Tensor, scale: float, random: torch.Generator) -> Tensor:
+    """Random weights that make outputs about `scale` times as large as inputs. Scales are positive."""
+    values = scale / _fans(like) ** 0.5 * torch.randn(like.shape, generator=random)
+    return (values.abs() if _fans(like) == 1 else values).to(like)
 
 
 def _failing_module(error: BaseException) -> str | None:
