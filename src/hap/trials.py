@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hap.comparing import in_float64
 from hap.groups import Groups, Ints, Length
-from hap.plans import draft
+from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, skip_, without
 from hap.surgery import check_by_running, variant
 
@@ -66,7 +66,7 @@ class Trial:
         self.rest: list[str] = []
         self.rest_lengths: list[Length] = []
         self.found: list[Length] = []
-        self.wanted: dict[tuple[int, tuple[str, ...]], list[Any]] = {}
+        self.wanted: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[Any]] = {}
         self.failed: str | None = None
         self.ran = False
 
@@ -175,21 +175,28 @@ class Trial:
             self.model, self.example = in_float64(self.model, self.example)
 
     def _cut_short(self, names: list[str], lengths: list[Length]) -> None:
-        """In all later trials. Not what a norm spans: that would change values."""
-        if not any(map(self._spanned, names)):
-            self.rest += names
-            self.rest_lengths += lengths
+        """In all later trials."""
+        self.rest += names
+        self.rest_lengths += lengths
 
     def _counting(self, name: str) -> list[Length]:
         return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
 
     def _needed(self, names: list[str], lengths: list[Length]) -> list[Length]:
-        """Without those that need not follow: a number may equal the length of an axis by chance."""
-        for kind in dict.fromkeys(map(_attribute_kind, lengths)):
-            fewer = [x for x in lengths if _attribute_kind(x) != kind]
-            if self._fits(names, fewer):
-                lengths = fewer
-        return lengths
+        """Without those that need not follow: a number may equal the length of an axis by chance.
+
+        One round shows that, unless all of them together do not bear it out.
+        """
+        needed = lengths
+        for rounds in (1, None):
+            needed = lengths
+            for kind in dict.fromkeys(map(_attribute_kind, lengths)):
+                fewer = [x for x in needed if _attribute_kind(x) != kind]
+                if self._fits(names, fewer, rounds):
+                    needed = fewer
+            if len(needed) == len(lengths) or self._fits(names, needed):
+                break
+        return needed
 
     def _needs(self, name: str) -> list[Length] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
@@ -203,24 +210,33 @@ class Trial:
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
-        """Whether the model does without parts of these groups; those under a norm come last, as they change values."""
+        """Whether the model does without parts of these groups.
+
+        What a norm spans changes values, so as much of it goes from both models that are compared. That these run with
+        other parts of it, and return tensors of the same shapes, is tried by itself.
+        """
         following = {id(x): x for x in (*self.rest_lengths, *lengths)}
         groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
-        exact, spanned = ([n for n in names if self._spanned(n) == side] for side in (False, True))
-        for part in (exact, exact + spanned if spanned else []):
-            for number, pair in enumerate(self.removals[:rounds] if part else ()):
-                cut = tuple(dict.fromkeys(part + self.rest))
-                base, plan = (draft(groups, {n: removed[n] for n in cut}) for removed in pair)
-                wanted = self.wanted.get((number, cut))  # whatever attributes follow, the result is to be the same
-                try:
-                    wanted = check_by_running(self.model, plan, {}, self.example, base, wanted=wanted)
-                except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
-                    self.failed = _failing_module(error)
-                    return False
-                self.wanted[number, cut] = wanted
-                self.ran = True
-                self._be_precise(wanted)
+        cut = tuple(dict.fromkeys([*names, *self.rest]))
+        spanned = {n for n in cut if self._spanned(n)}
+        for number, (fewer, more) in enumerate(self.removals[:rounds] if names else ()):
+            # whatever attributes follow, the result is to be the same: unless they follow what is spanned
+            key = (number, cut, tuple(sorted(following)) if spanned else ())
+            base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
+            try:
+                wanted = self._run(replace(draft(groups, plan), exact=True), draft(groups, base), self.wanted.get(key))
+                if spanned:
+                    self._run(draft(groups, {n: fewer[n] for n in cut}), None, wanted)
+            except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
+                self.failed = _failing_module(error)
+                return False
+            self.wanted[key] = wanted
+            self.ran = True
+            self._be_precise(wanted)
         return True
+
+    def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
+        return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted)
 
 
 def _telling(model: nn.Module, groups: Groups) -> nn.Module:
