@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.comparing import in_float64
+from hap.comparing import in_float64, largest
 from hap.groups import Groups, Ints, Length
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, skip_, without
@@ -263,7 +263,7 @@ def _fans(tensor: Tensor) -> float:
 
 def _silent(tensor: Tensor) -> bool:
     """Whether products with these weights come to next to nothing."""
-    return float(tensor.abs().max()) * _fans(tensor) ** 0.5 < SILENT
+    return largest(tensor) * _fans(tensor) ** 0.5 < SILENT
 
 
 def _drawn(like: Tensor, scale: float, random: torch.Generator) -> Tensor:
