@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hap.examples import call_arguments, evaluating
-from hap.groups import Bools, Groups, Term
+from hap.groups import Bools, Groups, Ints, Product, Term
 from hap.implants import ChannelImplant, Implant
 
 
@@ -132,10 +132,14 @@ class CostModel:
     def __init__(self, groups: Groups, implant: Implant | None = None):
         self.groups, self.implant = groups, implant
         keys = list(groups.axes)
-        self._classes = np.concatenate([np.zeros(1, np.int64), *(groups.axes[k] for k in keys)])
-        self._starts = np.cumsum([1, *(len(groups.axes[k]) for k in keys[:-1])]) if keys else np.zeros(0, np.int64)
+        different = {axis.tobytes(): axis for axis in groups.axes.values()}  # most are those of several tensors
+        place = {key: i for i, key in enumerate(different)}
+        self._which = np.array([place[groups.axes[k].tobytes()] for k in keys], dtype=np.int64)
+        self._classes = np.concatenate([np.zeros(1, np.int64), *different.values()])
+        self._starts = np.cumsum([1, *map(len, different.values())])[:-1]
         self._slot = {key: i for i, key in enumerate(keys)}
         self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
+        self._multiplied, self._written = (self._per_class(x) for x in (groups.products, groups.written))
         uncut = [[s for d, s in enumerate(shape) if (n, d) not in groups.axes] for n, shape in groups.shapes.items()]
         self._fixed = np.array([np.prod(sizes, dtype=np.int64) for sizes in uncut], dtype=np.int64)
         axes_of: dict[str, list[int]] = {name: [len(keys)] for name in groups.shapes}  # where _sizes puts a 1
@@ -154,12 +158,18 @@ class CostModel:
             size = sizes[term.weight] if term.part is None else self._part(term, live)
             macs[term.weight] += term.positions * size
         params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
-        total += sum(p.positions * int(live[p.classes].sum()) for p in self.groups.products)
+        total += int(live @ self._multiplied)
         if isinstance(self.implant, ChannelImplant) and grafted.any():
             more_params, more_macs = self._implants(self._lengths(grafted), lengths)
             params, total = params + more_params, total + more_macs
-        written = sum(p.positions * int(live[p.classes].sum()) for p in self.groups.written)
-        return Cost(params, total, int(live[self._units].sum()), written)
+        return Cost(params, total, int(live[self._units].sum()), int(live @ self._written))
+
+    def _per_class(self, products: Iterable[Product]) -> Ints:
+        """How many positions in all depend on each class."""
+        positions = np.zeros(self.groups.classes, dtype=np.int64)
+        for product in products:
+            np.add.at(positions, product.classes.ravel(), product.positions)
+        return positions
 
     def _part(self, term: Term, live: Bools) -> int:
         size = 1
@@ -179,7 +189,7 @@ class CostModel:
     def _lengths(self, marked: Bools) -> Any:
         if not len(self._starts):
             return np.zeros(0, dtype=np.int64)
-        return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)
+        return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)[self._which]
 
     def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int]:
         """What implants add, less the rows that they replace."""
