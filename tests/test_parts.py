@@ -72,6 +72,46 @@ def test_pruning_the_view_prunes_the_model() -> None:
         torch.testing.assert_close(seen["boxes"], wanted["boxes"], rtol=0, atol=1e-10)
 
 
+class Branching(nn.Module):
+    """Branches on a value, which running it does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(8, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) if x.sum() < 1e9 else self.body(-x)
+
+
+def test_where_a_part_cannot_be_captured_its_own_parts_are() -> None:
+    model, example = _detector()
+    model.head = Branching().double().eval()
+    view = parts(model, example)
+    assert view.names == ["backbone"] * 2 + ["head.body"] * 4
+    assert {n: len(g) for n, g in hap.trace(view, view.example).items()} == {"backbone.0": 16, "head.body.0": 24}
+
+
+def test_the_parts_are_captured_once_and_traced_from_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = _detector()
+    captured = []
+    export = torch.export.export
+
+    def counting(module: nn.Module, *args: object, **kwargs: object) -> object:
+        captured.append(type(module).__name__)
+        return export(module, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.export, "export", counting)
+    with pytest.warns(UserWarning, match="pruned in parts"):
+        hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    assert captured == ["Detector", "Parts"]
+
+
+def test_a_trace_says_which_size_depends_on_values() -> None:
+    model, example = _detector()
+    with pytest.raises(hap.HapError, match=r"cannot tell the sizes of Detector.*that of what __getitem__ returns"):
+        hap.trace(model, example)
+
+
 def test_recording_leaves_the_model_as_it_was() -> None:
     model, example = _detector()
     model.train()
