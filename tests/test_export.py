@@ -144,19 +144,20 @@ def test_any_batch_size(traced_with: int, tmp_path: Path) -> None:
 class Windows(nn.Module):
     """Two heads that attend within windows of the sequence: queries with five dimensions."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: torch.Tensor | None) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.qkv, self.out, self.mask = nn.Linear(8, 24), nn.Linear(8, 8), mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).unflatten(-1, (3, 2, 4)).unflatten(1, (2, -1)).permute(3, 0, 4, 1, 2, 5)
-        mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0))
+        mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0), self.mask)
         return self.out(mixed.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2))
 
 
 @torch.no_grad()
-def test_attention_in_windows(tmp_path: Path) -> None:
-    model, example = Windows().eval(), torch.randn(2, 6, 8)
+@pytest.mark.parametrize("mask", [None, torch.eye(3, dtype=torch.bool), torch.eye(3)], ids=["none", "bool", "float"])
+def test_attention_in_windows(mask: torch.Tensor | None, tmp_path: Path) -> None:
+    model, example = Windows(mask).eval(), torch.randn(2, 6, 8)
     path = hap.export(tmp_path / "a.onnx", model, example)
     assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
 

@@ -320,6 +320,18 @@ def test_deflation_leaves_less_to_the_probes() -> None:
     assert close(scores, wanted, 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_deflation_in_half_precision(dtype: torch.dtype) -> None:
+    model, groups, batches, loss = problem("mlp_with_norm")
+    model, batches = model.to(dtype), [(x.to(dtype), y) for x, y in batches]
+    plain, deflated = (
+        hap.score(model, groups, batches, loss, hap.HessianTrace(method="hutchinson", probes=200, deflate=k))["0"]
+        for k in (0, 8)
+    )
+    assert torch.isfinite(deflated).all()
+    assert torch.corrcoef(torch.stack([plain, deflated]))[0, 1] > 0.9
+
+
 def test_chunks_do_not_matter() -> None:
     model, groups, batches, loss = problem("residual")
     one, five = (

@@ -159,10 +159,11 @@ class CostModel:
             macs[term.weight] += term.positions * size
         params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
         total += int(live @ self._multiplied)
+        written = int(live @ self._written)
         if isinstance(self.implant, ChannelImplant) and grafted.any():
-            more_params, more_macs = self._implants(self._lengths(grafted), lengths)
-            params, total = params + more_params, total + more_macs
-        return Cost(params, total, int(live[self._units].sum()), int(live @ self._written))
+            more_params, more_macs, more_written = self._implants(self._lengths(grafted), lengths)
+            params, total, written = params + more_params, total + more_macs, written + more_written
+        return Cost(params, total, int(live[self._units].sum()), written)
 
     def _per_class(self, products: Iterable[Product]) -> Ints:
         """How many positions in all depend on each class."""
@@ -191,9 +192,9 @@ class CostModel:
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)[self._which]
 
-    def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int]:
-        """What implants add, less the rows that they replace."""
-        params = macs = 0
+    def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int, int]:
+        """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
+        params = macs = written = 0
         assert isinstance(self.implant, ChannelImplant)
         for weight, site in self.groups.sites.items():
             rows = int(grafted[self._slot[weight, 0]])
@@ -202,4 +203,5 @@ class CostModel:
                 replaced = rows * inputs * site.area
                 params += self.implant.params(site, inputs, rows) - replaced
                 macs += self.implant.macs(site, inputs, rows) - replaced * site.batch * int(np.prod(site.out_size))
-        return params, macs
+                written += self.implant.inner(site, inputs, rows)
+        return params, macs, written

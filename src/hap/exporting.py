@@ -122,6 +122,9 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
     converted.save(str(path), external_data=False)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention as the products and the softmax that it is."""
-    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any,
+               **kwargs: Any) -> Tensor:  # fmt: skip
+    """Attention as the products and the softmax that it is. These add a mask, also one that says where to look."""
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, mask, *args, **kwargs)[0]

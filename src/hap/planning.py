@@ -54,7 +54,8 @@ class Budget:
 
     def of(self, cost: Cost) -> Ints:
         """The amounts that there are limits on, in the order of `given`."""
-        amounts = vars(cost) | {"flops": cost.macs}
+        amounts = {"params": cost.params, "flops": cost.macs, "channels": cost.channels,
+                   "activations": cost.activations}  # fmt: skip
         return np.array([amounts[kind] for kind in self.given], dtype=np.int64)
 
 

@@ -149,6 +149,7 @@ class Plan:
                 *lines,
                 f"params {_change(self.before.params, self.after.params)}",
                 f"MACs   {_change(self.before.macs, self.after.macs)}",
+                f"values written by layers {_change(self.before.activations, self.after.activations)}",
             ]
         )
 

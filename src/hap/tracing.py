@@ -106,7 +106,7 @@ class Tracer:
         self.feeds: list[tuple[Ints, Ints]] = []
         self.scatters: list[Scatter] = []
         self.terms: list[Term] = []
-        self.layers: list[fx.Node] = []
+        self.layers: dict[fx.Node, Any] = {}
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
         self.lengths: list[Length] = []
@@ -231,7 +231,7 @@ class Tracer:
             self._direct.add(weight)
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
         self.terms.append(Term(weight, positions, part))
-        self.layers.append(node)
+        self.layers[node] = None  # its labels, once they are there
 
     def called_once(self, node: fx.Node) -> str | None:
         """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
@@ -259,6 +259,8 @@ class Tracer:
             if node.op == "call_function":
                 self.reader = node
                 self.values[node] = rules.apply(self, node)
+                if node in self.layers:
+                    self.layers[node] = self.values[node]
                 if node in anchors:
                     self.values[node] = self._promote(anchors[node], self.values[node])
             elif node.op == "output":
@@ -342,8 +344,7 @@ class Tracer:
 
     def _written(self, root: Ints) -> Iterator[Product]:
         """What the layers write: as many values for each label of an output as it stands for."""
-        for node in self.layers:
-            labels = self.values.get(node)
+        for node, labels in self.layers.items():
             if isinstance(labels, Tensor) and labels.numel():
                 yield Product(root[labels.flatten().numpy()], node.meta["val"].numel() // labels.numel())
 

@@ -198,7 +198,9 @@ class _Runner:
         if e.dense.checkpoint is not None:
             config["dense"]["digest"] = digest(e.dense.checkpoint)
         if step is not None:
-            config |= {"prune": dataclasses.asdict(step), "calibration": e.calibration}
+            # what a step leaves open says nothing, so that results from before a setting came remain valid
+            asked = {key: value for key, value in dataclasses.asdict(step).items() if key != "activations" or value}
+            config |= {"prune": asked, "calibration": e.calibration}
         if seed is not None:
             config |= {"finetune": dataclasses.asdict(e.finetune), "seed": seed}
         return dict(json.loads(json.dumps(config)))

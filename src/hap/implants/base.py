@@ -94,6 +94,10 @@ class ChannelImplant(Implant):
     def macs(self, site: Site, inputs: int, rows: int) -> int:
         """Multiply-adds of the same on the traced example."""
 
+    def inner(self, site: Site, inputs: int, rows: int) -> int:
+        """Values that it writes on the way to its rows, on the traced example."""
+        return 0
+
     @abstractmethod
     def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs) for `Pointwise`."""

@@ -53,6 +53,9 @@ class DepthwiseSeparable(ChannelImplant):
     def macs(self, site: Site, inputs: int, rows: int) -> int:
         return self.params(site, inputs, rows) * site.batch * math.prod(site.out_size)
 
+    def inner(self, site: Site, inputs: int, rows: int) -> int:
+        return inputs * site.batch * math.prod(site.out_size)
+
     def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         u, s, vh = torch.linalg.svd(weight.flatten(2).transpose(0, 1), full_matrices=False)  # inputs, rows, area
         depthwise = (vh[:, 0] * s[:, :1].sqrt()).view(-1, *site.kernel)

@@ -66,6 +66,9 @@ class SpatialLowRank(ChannelImplant):
         first = rank * inputs * site.kernel[0] * high * padded
         return site.batch * (first + rows * rank * site.kernel[1] * math.prod((high, wide)))
 
+    def inner(self, site: Site, inputs: int, rows: int) -> int:
+        return site.batch * self._rank(site, inputs, rows) * site.out_size[0] * site.in_size[1]
+
     def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         rows, inputs, kh, kw = weight.shape
         u, s, vh = torch.linalg.svd(weight.permute(1, 2, 0, 3).reshape(inputs * kh, rows * kw), full_matrices=False)

@@ -32,7 +32,8 @@ class Deflated:
         self.shapes = [v.shape[1:] for v in starts.values()]
         stretched = self._rows(hessian.products(starts, chunk))
         self.directions = torch.linalg.qr(stretched.T).Q.T.contiguous()
-        self.images = self._rows(hessian.products(self._split(self.directions), chunk))
+        directions = {n: v.to(starts[n]) for n, v in self._split(self.directions).items()}
+        self.images = self._rows(hessian.products(directions, chunk))
         inner = self.directions @ self.images.T
         diagonal = self.directions * (2 * self.images - inner @ self.directions)
         self.diagonal = {n: v[0] for n, v in self._split(diagonal.sum(0, keepdim=True)).items()}
@@ -44,8 +45,9 @@ class Deflated:
         return self._split(rest - (rest @ self.directions.T) @ self.directions)
 
     def _rows(self, tensors: Tensors) -> Tensor:
-        """A row for each vector, its tensors one after the other."""
-        return torch.cat([tensors[name].flatten(1) for name in self.names], 1)
+        """A row for each vector, its tensors one after the other, in single precision at least."""
+        rows = torch.cat([tensors[name].flatten(1) for name in self.names], 1)
+        return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
     def _split(self, rows: Tensor) -> Tensors:
         parts = rows.split([shape.numel() for shape in self.shapes], 1)
