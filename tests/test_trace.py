@@ -299,3 +299,37 @@ class Coincidence(nn.Module):
 def test_a_number_that_is_equal_by_chance_does_not_follow() -> None:
     groups = hap.trace(Coincidence().eval(), torch.randn(2, 8))
     assert [x.attribute for x in groups.lengths] == ["width"]
+
+
+class Picking(nn.Module):
+    """Channels of the middle layer are also read at constant positions."""
+
+    def __init__(self, width: int, places: list[int]):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 6), nn.Linear(6, width), nn.Linear(width, 3)
+        self.places = places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.one(x).relu()).relu()
+        return self.three(x) + x[:, torch.tensor(self.places)].sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("places", "kept"), [([3], [0, 1, 2, 3]), ([2, -2], [0, 1, 2, 198, 199]), ([-1], [199])])
+def test_what_constant_positions_are_counted_past_stays(places: list[int], kept: list[int]) -> None:
+    model, example = Picking(200, places).double().eval(), torch.randn(3, 8, dtype=torch.float64)
+    groups = hap.trace(model, example)
+    assert len(groups["one"]) == 6
+    assert np.flatnonzero(groups.axes["two.weight", 0] == 0).tolist() == kept
+    hap.apply_(model, random_plan(groups, 0), example)
+
+
+def test_a_single_entry_of_a_reshaped_bias_freezes_its_layer() -> None:
+    class Entry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 12), nn.Linear(12, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x).relu()) + self.one.bias.view(4, 3)[0, 0]
+
+    assert not hap.trace(Entry().eval(), torch.randn(2, 8))

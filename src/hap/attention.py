@@ -180,10 +180,15 @@ def index(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def _picked(tracer: Tracer, node: fx.Node, labels: Tensor, dim: int, places: Tensor | None) -> Any:
-    """x[..., [-2], ...] along an axis that is cut, at places that the code says. Whether they stay right is tried."""
-    if places is None or places.dtype != torch.int64:
+    """x[..., [-2], ...] along an axis that is cut, at places that the code says.
+
+    They stay right if all stays that they are counted past: what comes before them, or after those from the end.
+    """
+    if places is None or places.dtype != torch.int64 or not places.numel():
         return rules.freeze_all(tracer, node, "looks up along an axis that would be cut")
-    tracer.sized.append(np.unique(labels.numpy()))
+    before, after = max(int(places.max()) + 1, 0), max(-int(places.min()), 0)
+    ends = labels.narrow(dim, 0, before), labels.narrow(dim, labels.shape[dim] - after, after)
+    tracer.counted.append((labels.numpy(), torch.cat(ends, dim).numpy(), dim))
     picked = rules.compress(labels[(slice(None),) * dim + (places,)])
     tracer.shaped.append((tracer.module(node), picked, None))
     return picked

@@ -119,6 +119,7 @@ class Tracer:
         self.averaged: list[Ints] = []
         self.held: list[tuple[Ints, Frozen]] = []
         self.partial: list[tuple[Ints, Ints, list[int]]] = []
+        self.counted: list[tuple[Ints, Ints, int]] = []
         self.sized: list[Ints] = []
         self.shaped: list[tuple[str, Tensor, int | None]] = []
         self.curved: str | None = None
@@ -400,7 +401,7 @@ class Tracer:
         """
         found: dict[tuple[str, str, int], dict[bytes, Length]] = {}
         for module, labels, part in (x for x in self.shaped if x[1].numel()):
-            roots = torch.from_numpy(self.root[labels.numpy()])
+            roots = torch.from_numpy(np.asarray(self.root[labels.numpy()]))
             for dim, size in enumerate(labels.shape):
                 rows = roots.movedim(dim, 0).reshape(size, -1)
                 if size > 1 and bool((rows == rows[:, :1]).all()) and len(rows[:, 0].unique()) > 1:
@@ -447,7 +448,8 @@ class Tracer:
             low, high = root[narrow], root[wide]
             merge = (np.isin(low, high) | (low == 0)) & (low != high)
             self.join(low[merge], high[merge])
-            if not merge.any() and not self._settle_partial(root) and not self._settle_grids(root):
+            settling = (self._settle_partial, self._settle_grids, self._settle_counted)
+            if not merge.any() and not any(settle(root) for settle in settling):
                 return root
 
     def _settle_grids(self, root: Ints) -> bool:
@@ -477,6 +479,17 @@ class Tracer:
             left, right = np.broadcast_arrays(*wanted)
             if not np.array_equal(root[left], root[right]):
                 self.join(left, right)
+                return True
+        return False
+
+    def _settle_counted(self, root: Ints) -> bool:
+        """Keep what constant positions along an axis are counted past; True if that froze anything.
+
+        Where all that goes is taken from other axes, such as whole groups of heads with their keys, it need not stay.
+        """
+        for grid, past, dim in self.counted:
+            if root[past].any() and not _alike(root[grid], [dim]):
+                self.freeze(past, "index", "a constant position is counted past it")
                 return True
         return False
 
