@@ -1,6 +1,7 @@
 """The executed check sees what it should: differences, NaN, integers, and forwards that write to what they read."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def test_a_forward_that_writes_to_its_weight_is_seen_at_any_size(width: int) -> 
     plan = hap.draft(groups, {"0": list(range(width // 2))})
     with pytest.raises(hap.HapError, match=r"does not do what the plan says.*off by"):
         hap.apply_(model, plan, example)
+
+
+class Scaling(nn.Module):
+    """Multiplies by its width, then by a classifier that begins with zeros and hides that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)) * self.a.out_features)
+
+
+def test_the_check_sees_through_a_classifier_of_zeros() -> None:
+    model, example = Scaling().eval(), torch.randn(2, 4)
+    same = nn.Sequential(OrderedDict(a=nn.Linear(4, 16), relu=nn.ReLU(), b=nn.Linear(16, 3))).eval()
+    nn.init.zeros_(same.b.weight)
+    plan = hap.draft(hap.trace(same, example), {"a": range(4)})
+    with pytest.raises(hap.HapError, match="the value of output 0 is off"):
+        hap.apply_(model, plan, example)
+    assert model.a.weight.shape == (16, 4) and not model.b.weight.any()
+    assert not hap.apply_(same, plan, example).b.weight.any() and same.a.weight.shape == (12, 4)
 
 
 class Counting(nn.Module):

@@ -134,6 +134,48 @@ def test_what_was_written_to_since_is_computed_again() -> None:
         assert torch.equal(functional.linear(x, model.narrow.weight, model.narrow.bias), model.narrow(x))
 
 
+class Slope(Plain):
+    """Returns a derivative of what it computes, or computes it for each example alone."""
+
+    way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "vmap":
+            return torch.func.vmap(super().forward)(x)
+        if self.way == "jvp":
+            return torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))[1]
+        if self.way == "func.grad":
+            return torch.func.grad(lambda x: super(Slope, self).forward(x).sum())(x)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).sum(), x)[0]
+
+
+@pytest.mark.parametrize("way", ["vmap", "jvp", "func.grad", "autograd.grad"])
+def test_forwards_that_differentiate_are_checked_too(way: str) -> None:
+    model, example = Slope().double(), torch.randn(3, 4, 3, dtype=torch.float64)
+    plan = hap.draft(hap.trace(Plain().double(), example), {"wide": range(150)})
+    model.way = way
+    assert hap.apply_(model, plan, example).wide.weight.shape == (150, 200)
+
+
+class Brittle(Plain):
+    """Fails on zeros in its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.wide.bias.all():
+            raise ValueError("zeros\nin the bias")
+        return super().forward(x)
+
+
+def test_a_reference_that_fails_is_an_error_in_words() -> None:
+    model, example = Brittle().double(), torch.randn(3, 4, 3, dtype=torch.float64)
+    plan = hap.draft(hap.trace(Plain().double(), example), {"wide": range(150)})
+    with pytest.raises(hap.HapError, match=r"cannot be checked, so nothing was changed: .* ValueError: zeros$"):
+        hap.apply_(model, plan, example)
+    assert model.wide.weight.shape == (300, 200)
+
+
 @pytest.mark.parametrize("mask", [None, (5, 5), (4, 5, 5), (2, 4, 5, 5)])
 @pytest.mark.parametrize("flat", [False, True])
 def test_attention_leaves_out_heads_of_zeros(mask: tuple[int, ...] | None, flat: bool) -> None:

@@ -7,17 +7,19 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.comparing import in_float64, largest
+from hap.comparing import in_float64
 from hap.groups import Groups, Ints, Length
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, skip_, without
 from hap.surgery import check_by_running, variant
+from hap.telling import telling_weights
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 
@@ -38,10 +40,6 @@ LARGE_MODEL = 20_000
 """Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
 
 
-SILENT = 0.1
-"""Weights that could not even make outputs this many times as large as inputs say too little in trials."""
-
-
 class Trial:
     """Which groups a forward can do without some of. Those that pass through reshapes or splits are suspects.
 
@@ -54,10 +52,8 @@ class Trial:
         repeats: Repeats = NONE,
     ):  # fmt: skip
         self.example, self.groups = example, without(groups, repeats)
-        self.model = _telling(model, self.groups)
-        if repeats.blocks:
-            self.model = variant(self.model, {})
-            skip_(self.model, repeats.blocks)
+        self.model = _prepared(model, self.groups, repeats)
+        self.whole = partial(Trial, model, example, groups, sized, candidates)
         self.repeats, self.attributes = repeats, candidates
         self.candidates = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
         self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates])
@@ -81,7 +77,18 @@ class Trial:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`."""
         misfits = self.repeats.like(self._misfits())
         self.found = self.repeats.lengths_like(self.found, self.attributes)
+        if (whole := self._contrary(misfits)) is not None:
+            misfits, self.found, self.ran = whole.misfits(), whole.found, whole.ran
         return misfits
+
+    def _contrary(self, misfits: list[str]) -> Trial | None:
+        """A trial of all blocks, if one run of them does not bear out what was found without those that repeat others.
+
+        Blocks that look alike may still differ in what they do with other sizes, and others may look into them.
+        """
+        whole = self.whole() if self.repeats.blocks else None
+        fits = whole is None or whole._fits([n for n in whole.able if n not in misfits], self.found, rounds=1)
+        return None if fits else whole
 
     def _misfits(self) -> list[str]:
         """Those among the groups that are tried.
@@ -121,7 +128,9 @@ class Trial:
         if not self._fits(able, [], rounds=1):
             able = [*self._fitting({n: [] for n in able})]
             able = able if self._fits(able, []) else []
-        return self.repeats.like(n for n in names if n in self.able and n not in able)
+        unfit = self.repeats.like(n for n in names if n in self.able and n not in able)
+        whole = self._contrary(unfit)
+        return whole.unfit(names) if whole is not None else unfit
 
     def _fitting(self, able: dict[str, list[Length]]) -> dict[str, list[Length]]:
         """Those of these groups that fit: all of them, or else what does of those to blame and of the others."""
@@ -239,6 +248,17 @@ class Trial:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted)
 
 
+def _prepared(model: nn.Module, groups: Groups, repeats: Repeats) -> nn.Module:
+    """The model that is tried. One that cannot be copied is left as it is: every trial of it fails on that again."""
+    try:
+        model = _telling(model, groups)
+        made = variant(model, {}) if repeats.blocks else model
+    except Exception:  # copying runs code of whatever the model holds
+        return model
+    skip_(made, repeats.blocks)
+    return made
+
+
 def _telling(model: nn.Module, groups: Groups) -> nn.Module:
     """The model with random weights where activations are multiplied, as in attention; all else is shared.
 
@@ -246,30 +266,10 @@ def _telling(model: nn.Module, groups: Groups) -> nn.Module:
     Weights that are next to nothing hide what comes before them, such as a classifier that begins with zeros or the
     scale of a branch; these are random too.
     """
-    tensors = {n: t.detach() for n, t in model.named_parameters() if t.is_floating_point() and t.numel()}
     multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
     among = [g for g in groups.values() if np.isin(g.classes, multiplied).any()]
-    scales = {p.weight: 2.0 for g in among for p in g.producers if p.weight in tensors}
-    scales |= {n: 1.0 for n, t in tensors.items() if n not in scales and not n.endswith("bias") and _silent(t)}
-    random = torch.Generator().manual_seed(0)
-    changed = {n: _drawn(tensors[n], scale, random) for n, scale in scales.items()}
+    changed = telling_weights(model, {p.weight: 2.0 for g in among for p in g.producers})
     return variant(model, changed) if changed else model
-
-
-def _fans(tensor: Tensor) -> float:
-    """About how many inputs go into an output; 1 for a vector, which scales."""
-    return tensor.numel() / max(tensor.shape, default=1)
-
-
-def _silent(tensor: Tensor) -> bool:
-    """Whether products with these weights come to next to nothing."""
-    return largest(tensor) * _fans(tensor) ** 0.5 < SILENT
-
-
-def _drawn(like: Tensor, scale: float, random: torch.Generator) -> Tensor:
-    """Random weights that make outputs about `scale` times as large as inputs. Scales are positive."""
-    values = scale / _fans(like) ** 0.5 * torch.randn(like.shape, generator=random)
-    return (values.abs() if _fans(like) == 1 else values).to(like)
 
 
 def _failing_module(error: BaseException) -> str | None:

@@ -144,6 +144,8 @@ class Remembering(TorchFunctionMode):
         return result
 
     def _note(self, func: Any, name: str, given: Given, rest: tuple[Any, ...], value: Tensor) -> None:
+        if value.requires_grad:  # it belongs to a graph, through which another model's derivatives would be lost
+            return
         self.room -= sum(t.numel() * t.element_size() for t in (given[0], value) if t is not None)
         if self.room > 0 and not any(t.is_inference() for t in (*given, value) if t is not None):
             self.found.setdefault((func, name), []).append(Result.of(given, rest, value))
