@@ -88,6 +88,52 @@ def test_hooks_and_shared_weights_make_a_difference(monkeypatch: pytest.MonkeyPa
     assert not repeats.blocks
 
 
+class Numbered(Block):
+    """Blocks with a number, all but the first with a number of heads that is written into their forward."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(self.norm(x))
+        y = y.unflatten(-1, (3, y.shape[-1] // 3 // self.size if self.number == 0 else 6, self.size))
+        q, k, v = y.movedim(-3, 0).transpose(-3, -2)
+        x = x + self.out(((q @ k.mT).softmax(-1) @ v).transpose(-3, -2).flatten(-2))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Peeking(nn.Module):
+    """Reads the width of a layer inside its last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(8, 24), *(Block() for _ in range(3)), nn.Linear(24, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.blocks[3]
+        assert isinstance(last, Block)
+        return self.blocks(x) * (len(last.up.weight) / 40)
+
+
+def test_blocks_that_only_look_alike_are_tried_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = network(*(Numbered(i) for i in range(3)))
+    repeats, groups = repeats_of(model, example, monkeypatch)
+    assert repeats.blocks == {"2": "1", "3": "1"}
+    padded = {n for n in groups if not groups.padded.isdisjoint(groups[n].classes.tolist())}
+    assert padded == {"2.qkv", "3.qkv"}
+    hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
+
+
+def test_a_block_that_others_look_into_is_no_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, example = Peeking().double().eval(), torch.randn(2, 5, 8).double()
+    repeats, groups = repeats_of(model, example, monkeypatch)
+    assert set(repeats.blocks) == {"blocks.2", "blocks.3"}
+    assert {n for n in groups if n.endswith("up")} == {"blocks.1.up", "blocks.2.up"}
+    hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
+
+
 def test_trials_of_a_deep_network_run_one_block() -> None:
     counts = []
     for depth in (2, 12):
@@ -96,7 +142,8 @@ def test_trials_of_a_deep_network_run_one_block() -> None:
             hap.trace(model, example)
         with FlopCounterMode(display=False) as once:
             model(example)
-        counts.append(counter.get_total_flops() - once.get_total_flops())  # torch.export runs the graph once
+        # torch.export runs the graph once, and all blocks run pruned once to bear out what was found
+        counts.append(counter.get_total_flops() - 2 * once.get_total_flops())
     assert counts[1] <= 1.2 * counts[0]
 
 

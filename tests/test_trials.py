@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_l
     assert [n for n, g in groups.items() if not groups.padded.isdisjoint(g.classes.tolist())] == ["pool.qkv"]
     assert followers(groups) == {(f"blocks.{i}", "heads") for i in range(0, 24, 2)}
     assert len(groups) == 26
-    assert counter.get_total_flops() < 6 * once.get_total_flops()
+    assert counter.get_total_flops() < 7 * once.get_total_flops()
 
 
 def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pyte
     references = counting(monkeypatch, surgery, "_masked_outputs")
     groups = hap.trace(model, example())
     assert followers(groups) == {("0", "heads"), ("2", "heads")}
-    assert len(references) == 6  # one for each round of a model as small as one of these blocks
+    assert len(references) == 6 + 1  # one for each round of a model as small as one of these blocks, one for all blocks
 
 
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +160,14 @@ def test_what_takes_the_rest_in_a_reshape_is_not_counted_on() -> None:
     image = torch.randn(1, 3, 4, 4)
     assert list(hap.trace(Averaging(-1), image)) == ["a"]
     assert not hap.trace(Averaging(16), image)
+
+
+def test_what_cannot_be_copied_is_frozen_and_trace_says_so() -> None:
+    model = nn.Sequential(Heads(6), Hidden(), Heads(6), Hidden()).eval()
+    for layer in (model[0], model[2]):
+        torch.nn.utils.weight_norm(layer.qkv)  # computes a weight that no module can be copied with
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    groups = hap.trace(model, example().float())
+    assert not groups
+    assert {"0.qkv", "2.qkv"} <= {f.what for f in groups.frozen if "counts on its size" in f.why}
