@@ -121,6 +121,8 @@ def test_a_file_of_another_sweep_is_not_continued(tmp_path: Path, monkeypatch: p
     zoo.sweep(["hap:a"], tmp_path / "zoo.json", say=_quiet)
     with pytest.raises(hap.HapError, match=r"of another sweep, with flops 0\.5 instead of 0\.4; choose another --out"):
         zoo.sweep(["hap:a"], tmp_path / "zoo.json", flops=0.4, say=_quiet)
+    with pytest.raises(hap.HapError, match="with limit_seconds 120 instead of 60"):
+        zoo.sweep(["hap:a"], tmp_path / "zoo.json", seconds=60, say=_quiet)
 
 
 def test_a_sweep_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +136,7 @@ def test_processes_that_end_badly_are_records() -> None:
     died = zoo._ending(-9)
     assert (died, zoo._ending(3)) == ("the process was killed: SIGKILL", "the process ended with 3")
     assert zoo._cut_short({"verified": False}, died) == {"verified": False, "why": died}
+    assert "seconds" not in zoo._cut_short({"verified": False, "steps_done": 3, "seconds": 7.0}, died)
     pruned = zoo._cut_short({"verified": True}, died)
     assert pruned["verified"] and pruned["exported"][".onnx"] == died and not equal(pruned)
     assert [zoo._parsed(line) for line in (b"hello", b"3", b'{"x')] == [{}] * 3
@@ -182,7 +185,7 @@ def test_a_process_serves_until_it_dies_and_then_another_does(started: list[asyn
     assert good == again == {"verified": True, "n": 2}
     assert killed["verified"] and killed["exported"][".pt2"] == "the process was killed: SIGKILL"
     assert died == {"verified": False, "why": "the process ended with 3"}
-    assert hung["n"] == 1 and hung["exported"][".onnx"] == "did not end in 0 s"
+    assert hung["n"] == 1 and hung["exported"][".onnx"] == "did not end in 0.2 s"
     assert [process.returncode for process in started] == [3, -signal.SIGKILL]
 
 
@@ -210,7 +213,7 @@ def test_a_process_does_one_model_after_another_and_ends_with_the_sweep() -> Non
 
     (unknown, pruned, large), code = asyncio.run(ask())
     assert not large["verified"] and large["why"] == "needed more memory than it may have"
-    assert not unknown["verified"] and "unknown model" in unknown["why"].lower()
+    assert not unknown["verified"] and "unknown model" in unknown["why"].lower() and unknown["missing"]
     assert pruned["verified"] and equal(pruned) and pruned["peak_gib"] > 0 and code == 0
 
 
@@ -224,13 +227,36 @@ def test_unknown_models_and_time_limits_are_reasons() -> None:
     with pytest.raises(Missing, match=r"torchvision .* has no model 'nothing'"):
         build("tv:nothing")
     (record,) = zoo_ours.measure("hap:digits_resnet", 0.5, limit=0.001)
-    assert not record["verified"] and record["why"] == "took longer than 0 s"
+    assert not record["verified"] and record["why"] == "took longer than 0.001 s"
+
+
+def test_pruning_is_tried_where_torch_export_alone_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_ours, "captures", lambda *_: time.sleep(60))
+    monkeypatch.setattr(zoo_ours, "_WAYS", {"in place": lambda *_: time.sleep(60)})
+    (record,) = zoo_ours.measure("hap:digits_resnet", 0.5, limit=0.05)
+    assert record["why"] == "took longer than 0.05 s"
+    assert set(record["seconds"]) == {"trace"} and record["seconds"]["trace"] >= 0.05
+
+
+def test_what_cannot_be_built_costs_neither_tool_time(steps: type[Steps], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(spec: str = "") -> tuple[nn.Module, torch.Tensor]:
+        raise ValueError("no weights")
+
+    monkeypatch.setattr(zoo_ours, "build", broken)
+    (own,) = zoo_ours.measure("hap:digits_resnet", 0.5)
+    *_, peer = measure_peer(broken, 0.5)
+    assert own["why"] == peer["why"] == "ValueError: no weights" and "missing" not in own
+    found = summary([{"model": "hap:digits_resnet", "flops": 0.5} | own | {"torch_pruning": peer}], 120)
+    assert found["seconds"]["both"]["hap"] == found["seconds"]["both"]["torch_pruning"] == 0
+    for name in ("hap:nothing", "hf:nothing", "nothing"):
+        with pytest.raises(Missing):
+            build(name)
 
 
 def test_a_clock_adds_up_and_stops_what_takes_too_long() -> None:
     clock = Clock(0.05)
     clock("sleep", lambda: time.sleep(0.01))
-    with pytest.raises(OutOfTime, match="took longer than 0 s"):
+    with pytest.raises(OutOfTime, match=r"took longer than 0\.05 s"):
         clock("sleep", lambda: time.sleep(60))
     assert set(clock.seconds) == {"sleep"} and clock.total == clock.seconds["sleep"] > 0.04
 

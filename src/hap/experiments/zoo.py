@@ -39,7 +39,7 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
     `retry`, what failed there is. Returns what it wrote to `out`, which it does after every process that ends.
     """
     specs = list(dict.fromkeys(specs))
-    found = _known(out, flops, retry)
+    found = _known(out, flops, seconds, retry)
     about: Record = {
         "kind": "hap-zoo",
         "format": FORMAT,
@@ -110,7 +110,7 @@ class Worker:
                 code = await self._ask(job, records)
         except TimeoutError:
             await self.kill()
-            return _cut_short(records[-1], f"did not end in {self.patience:.0f} s")
+            return _cut_short(records[-1], f"did not end in {self.patience:g} s")
         return _cut_short(records[-1], _ending(code)) if code else records[-1]
 
     async def _ask(self, job: Job, records: list[Record]) -> int:
@@ -153,10 +153,10 @@ def _parsed(line: bytes) -> Record:
 
 
 def _cut_short(record: Record, ending: str) -> Record:
-    """What is known of a model whose process died: pruned already, it died in its export."""
+    """What is known of a model whose process died: pruned already, it died in its export; else its seconds are not."""
     if record["verified"]:
         return record | {EXPORT: {".pt2": ending, ".onnx": ending}}
-    return record | {"why": ending}
+    return {key: value for key, value in record.items() if key != "seconds"} | {"why": ending}
 
 
 def _ending(code: int) -> str:
@@ -169,12 +169,12 @@ def _has_peer() -> bool:
     return importlib.util.find_spec(PEER) is not None
 
 
-def _known(out: Path, flops: float, retry: bool) -> Found:
-    """Records of an earlier sweep with the same libraries, without failures if these are to be tried again."""
+def _known(out: Path, flops: float, seconds: float, retry: bool) -> Found:
+    """Records of an earlier sweep with the same libraries and limits, and no failures if these are tried again."""
     if not out.exists():
         return {}
     before = json.loads(out.read_text(encoding="utf-8"))
-    here = {"format": FORMAT, "flops": flops, "versions": _versions()}
+    here = {"format": FORMAT, "flops": flops, "limit_seconds": seconds, "versions": _versions()}
     if other := [
         f"{key} {before.get(key)} instead of {value}" for key, value in here.items() if before.get(key) != value
     ]:

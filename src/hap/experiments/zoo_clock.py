@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from hap.errors import HapError
+from hap.experiments.zoo_models import Missing
 
 T = TypeVar("T")
 TOO_LARGE = 77
@@ -21,7 +22,7 @@ class OutOfTime(BaseException):
     """The limit is spent. No Exception, so that code which tries something and goes on when it fails lets it pass."""
 
     def __init__(self, limit: float):
-        super().__init__(f"took longer than {limit:.0f} s")
+        super().__init__(f"took longer than {limit:g} s")
 
 
 class Clock:
@@ -72,3 +73,8 @@ def reason(error: BaseException) -> str:
         error = error.__cause__
     text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).split())
     return text if isinstance(error, OutOfTime) else f"{type(error).__name__}: {text}"[:300]
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """What a record says of a model that was not pruned for this."""
+    return {"verified": False, "why": reason(error)} | ({"missing": True} if isinstance(error, Missing) else {})

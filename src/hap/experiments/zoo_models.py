@@ -17,23 +17,26 @@ from hap.experiments.zoo_hugging_face import HUGGING_FACE
 
 
 class Missing(HapError):
-    """The installed version of the library does not have the model."""
+    """There is no model of this name, such as in the installed version of a library."""
 
-    def __init__(self, library: Any, name: str):
-        super().__init__(f"{library.__name__} {library.__version__} has no model {name!r}")
+    @classmethod
+    def of(cls, library: Any, name: str) -> Missing:
+        return cls(f"{library.__name__} {library.__version__} has no model {name!r}")
 
 
 def build(spec: str) -> tuple[nn.Module, Any]:
     """A model in eval mode and an example: `tv:NAME` (torchvision), `timm:NAME`, `hf:NAME` or `hap:NAME`."""
     family, _, name = spec.partition(":")
     if family not in FAMILIES:
-        raise HapError(f"model is {spec!r}; expected tv:NAME, timm:NAME, hf:NAME or hap:NAME")
+        raise Missing(f"model is {spec!r}; expected tv:NAME, timm:NAME, hf:NAME or hap:NAME")
     torch.manual_seed(0)
     model, example = FAMILIES[family](name)
     return model.eval(), example
 
 
 def _ours(name: str) -> tuple[nn.Module, Any]:
+    if name not in hap.models.names():
+        raise Missing(f"unknown model 'hap:{name}'; known are {', '.join(hap.models.names())}")
     return hap.models.build(name), torch.randn(1, *hap.models.info(name).input_shape)
 
 
@@ -42,7 +45,7 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
     import timm
 
     if not timm.is_model(name):
-        raise Missing(timm, name)
+        raise Missing.of(timm, name)
     model: Any = timm.create_model(name)
     return model, torch.randn(1, *model.pretrained_cfg["input_size"])
 
@@ -58,7 +61,7 @@ SEGMENTERS = ("deeplabv3", "fcn", "lraspp")
 def _torchvision(name: str) -> tuple[nn.Module, Any]:
     library = import_torchvision()
     if name not in library.models.list_models():
-        raise Missing(library, name)
+        raise Missing.of(library, name)
     if name.startswith(DETECTORS):
         sizes = {} if name.startswith("ssd") else {"min_size": 224, "max_size": 224}  # the smallest side, not 800
         if "rcnn" in name:  # fewer proposals: without torchvision's own kernels, each takes long to cut out
@@ -109,14 +112,14 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 def _hugging_face(name: str) -> tuple[nn.Module, Any]:
     if name not in HUGGING_FACE:
-        raise HapError(f"unknown model 'hf:{name}'; known are {', '.join(HUGGING_FACE)}")
+        raise Missing(f"unknown model 'hf:{name}'; known are {', '.join(HUGGING_FACE)}")
     import_torchvision()  # transformers looks for it
     import transformers
 
     cls, settings, example = HUGGING_FACE[name]
     network = getattr(transformers, cls, None)
     if network is None:
-        raise Missing(transformers, cls)
+        raise Missing.of(transformers, cls)
     return network(network.config_class(**settings)), example()
 
 

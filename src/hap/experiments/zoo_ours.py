@@ -17,7 +17,7 @@ import hap
 from hap import exporting
 from hap.errors import HapError
 from hap.examples import call_arguments, run
-from hap.experiments.zoo_clock import Clock, OutOfTime, reason
+from hap.experiments.zoo_clock import Clock, OutOfTime, failure, reason
 from hap.experiments.zoo_models import build
 from hap.groups import Groups
 from hap.parts import captured_parts, captures, parts
@@ -38,21 +38,21 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
 
     A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
     the graph that hap.rewrite makes of it, or else with its residual stream. The limit in seconds is on pruning, and
-    then once more on exporting; what torch.export takes before, alone, is only there to compare with.
+    then once more on exporting; what torch.export takes before, alone, is only there to compare with. A model that
+    cannot be built took no seconds.
     """
-    model, example = build(spec)
     record: Record = {"verified": False}
     clock, alone = Clock(limit), Clock(limit)
-    subject, inputs, ways = model, example, dict(_WAYS)
     try:
-        outline = None
-        if not alone("export", lambda: captures(model, *call_arguments(example))):
+        model, example = build(spec)
+        subject, inputs, ways, outline = model, example, dict(_WAYS), None
+        if not _captures_alone(model, example, alone):
             clock.seconds["parts"] = alone.seconds.pop("export")  # finding out is a part of pruning
             outline = _outline(run(model, example))
             view, captured = clock("parts", lambda: captured_parts(model, example))
             subject, ways["in place"] = view, lambda v, i: (v, trace_captured(captured, v, i, "joint", (), False))
             record["parts"], inputs = list(dict.fromkeys(view.names)), view.example
-            alone("export", lambda: captures(view, *call_arguments(view.example)))
+            _captures_alone(view, view.example, alone)
         subject, groups, plan = _planned(subject, inputs, flops, clock, record, ways)
         clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
         count = hap.cost(subject, inputs)
@@ -66,11 +66,20 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
         if outline is not None and _outline(run(model, example)) != outline:
             record |= {"verified": False, "why": "the outputs of the whole model are of another kind"}
     except (Exception, OutOfTime) as error:  # whatever a foreign model raises is the record's reason
-        record |= {"verified": False, "why": reason(error)}
+        record |= failure(error)
     record["seconds"] = alone.seconds | clock.seconds
     yield record
     if record["verified"]:
         yield record | _exports(spec, subject, inputs, "parts" in record, Clock(limit))
+
+
+def _captures_alone(model: nn.Module, example: Any, alone: Clock) -> bool:
+    """Whether torch.export captures it. If that takes too long there is nothing to compare with; pruning may try."""
+    try:
+        return alone("export", lambda: captures(model, *call_arguments(example)))
+    except OutOfTime:
+        del alone.seconds["export"]
+        return True
 
 
 def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record: Record,

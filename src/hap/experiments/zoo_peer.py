@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import hap
 from hap.examples import run
-from hap.experiments.zoo_clock import Clock, OutOfTime, reason
+from hap.experiments.zoo_clock import Clock, OutOfTime, failure
 
 Record = dict[str, Any]
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -39,9 +39,9 @@ def measure_peer(build: Callable[[], tuple[nn.Module, Any]], flops: float, limit
             yield record
             return
         except OutOfTime as error:
-            record |= {"why": reason(error), "timed_out": True, "seconds": limit}
+            record |= failure(error) | {"timed_out": True, "seconds": limit}
         except Exception as error:  # whatever it raises is the record's reason; the first one tells most
-            record |= {"why": reason(error), "seconds": clock.total}
+            record |= failure(error) | {"seconds": clock.total}
         first = first or record
         yield first
         if record.get("timed_out") and not record["steps_done"]:

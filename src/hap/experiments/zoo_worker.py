@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from hap.experiments.zoo_clock import TOO_LARGE, reason
-from hap.experiments.zoo_models import Missing, build, import_torchvision
+from hap.experiments.zoo_clock import TOO_LARGE, failure
+from hap.experiments.zoo_models import build, import_torchvision
 from hap.experiments.zoo_ours import measure, warm_up
 from hap.experiments.zoo_peer import measure_peer
 
@@ -50,8 +50,8 @@ def _child(spec: str, flops: float, tool: str, limit: float, memory: float) -> N
     try:
         for record in measure(spec, flops, limit) if tool == "hap" else measure_peer(lambda: build(spec), flops, limit):
             _print(record | {"peak_gib": round(_peak_gib(), 2)})
-    except BaseException as error:  # such as a model that cannot be built
-        _print({"verified": False, "why": reason(error)} | ({"missing": True} if isinstance(error, Missing) else {}))
+    except BaseException as error:
+        _print(failure(error))
     os._exit(0)
 
 
