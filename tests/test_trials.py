@@ -171,3 +171,20 @@ def test_what_cannot_be_copied_is_frozen_and_trace_says_so() -> None:
     groups = hap.trace(model, example().float())
     assert not groups
     assert {"0.qkv", "2.qkv"} <= {f.what for f in groups.frozen if "counts on its size" in f.why}
+
+
+class Halves(nn.Module):
+    """One half of what is computed goes through a nonlinearity. The code says how long it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 64), nn.Linear(64, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return self.down(torch.cat([x[..., :32].tanh(), x[..., 32:]], -1))
+
+
+def test_a_slice_does_not_fit_because_little_is_left() -> None:
+    groups = hap.trace(nn.Sequential(Halves(), Hidden(), Halves()).double(), example())
+    assert list(groups) == ["0.down", "1.up"]

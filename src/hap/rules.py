@@ -294,6 +294,8 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     if short_name(node) in SIZED and not _takes_the_rest(node, result):
         tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
     if not isinstance(result, list | tuple):
+        if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
+            tracer.sliced.append((tracer.labels(source).numpy(), int(arguments(node).get("dim", 0))))
         result = compress(result)
         tracer.shaped.append((tracer.module(node), result, None))
         return result

@@ -65,7 +65,7 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     groups = tracer.settle(describe(example), ignore, stream)
     counting = tracer.counting_attributes()
     repeats = find_repeats(tracer, groups, counting, shapes)
-    trial = Trial(model, example, groups, tracer.sized_classes(), counting, repeats)
+    trial = Trial(model, example, groups, tracer.sized_classes(), counting, repeats, tracer.sliced_classes())
     misfits = trial.misfits()
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
@@ -121,6 +121,7 @@ class Tracer:
         self.partial: list[tuple[Ints, Ints, list[int]]] = []
         self.counted: list[tuple[Ints, Ints, int]] = []
         self.sized: list[Ints] = []
+        self.sliced: list[tuple[Ints, int]] = []
         self.shaped: list[tuple[str, Tensor, int | None]] = []
         self.curved: str | None = None
         self.root: Ints = np.zeros(1, dtype=np.int64)
@@ -360,7 +361,8 @@ class Tracer:
         found = self.finish(groups.example)
         if tried := [n for n in whole if n in found]:
             repeats = find_repeats(self, found, [], shapes)
-            for name in (wrong := Trial(model, example, found, self.sized_classes(), [], repeats).unfit(tried)):
+            trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
+            for name in (wrong := trial.unfit(tried)):
                 self.freeze(found[name].classes, name, why)
             found = self.finish(groups.example) if wrong else found
         return found
@@ -418,6 +420,12 @@ class Tracer:
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""
         return np.setdiff1d(self.root[np.concatenate([np.zeros(1, np.int64), *self.sized])], [0])
+
+    def sliced_classes(self) -> Ints:
+        """Classes of tensors that are sliced along an axis that is cut. An end beyond what is left raises nothing."""
+        grids = [(self.root[labels], dim) for labels, dim in self.sliced]
+        cut = [grid.ravel() for grid, dim in grids if not _alike(grid, [dim])]
+        return np.setdiff1d(np.concatenate([np.zeros(1, np.int64), *cut]), [0])
 
     def _resolve_all(self) -> Ints:
         """As `_resolve`; what no layer produces, such as a learned token, is frozen."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,9 @@ from hap.surgery import check_by_running, variant
 from hap.telling import telling_weights
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
+
+
+NOTHING: Ints = np.zeros(0, np.int64)
 
 
 MOST_CHOICES = 32
@@ -49,14 +52,15 @@ class Trial:
 
     def __init__(
         self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length],
-        repeats: Repeats = NONE,
+        repeats: Repeats = NONE, sliced: Ints = NOTHING,
     ):  # fmt: skip
         self.example, self.groups = example, without(groups, repeats)
         self.model = _prepared(model, self.groups, repeats)
-        self.whole = partial(Trial, model, example, groups, sized, candidates)
+        self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
         self.repeats, self.attributes = repeats, candidates
         self.candidates = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
-        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates])
+        sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
+        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups)
         self.able = [n for n in self.groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
@@ -289,12 +293,13 @@ def _attribute_kind(length: Length) -> tuple[str, str, int, int]:
     return _kind_of(length.module), length.attribute, length.entry, length.axis
 
 
-def _trial_removals(groups: Groups, counted: list[Ints]) -> list[Removal]:
+def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str]) -> list[Removal]:
     """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
 
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
     every layer something stays, and of what may be `counted`. In the further rounds of small models some groups stay
-    whole, so that it shows which number counts which.
+    whole, so that it shows which number counts which. Those that are `sliced` go from the model that is tried alone:
+    with little left in both, all of it would be on one side of where they are sliced.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
@@ -314,6 +319,7 @@ def _trial_removals(groups: Groups, counted: list[Ints]) -> list[Removal]:
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
             order = order if draw.random() < often else []
             first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
+            first = 0 if name in sliced else first
             fewer[name] = order[:first]
             more[name] = order[: int(draw.integers(first, len(order)) + 1) if order else 0]
         pairs.append((fewer, more))
