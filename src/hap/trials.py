@@ -298,8 +298,9 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str]) -> li
 
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
     every layer something stays, and of what may be `counted`. In the further rounds of small models some groups stay
-    whole, so that it shows which number counts which. Those that are `sliced` go from the model that is tried alone:
-    with little left in both, all of it would be on one side of where they are sliced.
+    whole, so that it shows which number counts which. Those that are `sliced` go from the model that is tried alone,
+    the first ones first: with little left in both, all of it would be on one side of where they are sliced, and those
+    behind that place could go without a trace.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
@@ -319,7 +320,8 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str]) -> li
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
             order = order if draw.random() < often else []
             first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
-            first = 0 if name in sliced else first
+            if name in sliced:
+                first, order = 0, sorted(order)
             fewer[name] = order[:first]
             more[name] = order[: int(draw.integers(first, len(order)) + 1) if order else 0]
         pairs.append((fewer, more))
