@@ -112,7 +112,8 @@ def latency(name: str, record: Record) -> str:
 
 `python benchmarks/latency.py OUT.json`: {record["backend"]}, batch {record["batch"]}\
 {", bfloat16, channels_last" if gpu else ""}, pruned to {100 * record["flops"]:g}% of the FLOPs with widths held to
-multiples, timed in turns with the dense network. {source(name, record)}
+multiples, timed in turns with the dense network. Units are chosen by {record["criterion"]} scores: this is about time,
+not about accuracy. {source(name, record)}
 
 {table(["", "FLOPs left %", "times faster", "time left"], lines)}
 
