@@ -32,9 +32,8 @@ from hap.rules import short_name
 
 def attention_layers(model: nn.Module, example: Any) -> list[str]:
     """The modules that turn scores into weights. A softmax of its own belongs to the module that has it."""
-    program, _ = capture(model, example)
     found = {}
-    for node in (n for n in program.graph.nodes if n.op == "call_function"):
+    for node in (n for n in capture(model, example).program.graph.nodes if n.op == "call_function"):
         scores = short_name(node) in ("softmax", "_softmax") and node.meta["val"].ndim > 2
         if scores or short_name(node) == "scaled_dot_product_attention":
             name, kind = [*(node.meta.get("nn_module_stack") or {"": ("", "")}).values()][-1]

@@ -89,21 +89,19 @@ def without(groups: Groups, repeats: Repeats) -> Groups:
         return not f"{name}.".startswith(starts)
 
     starts = tuple(f"{block}." for block in repeats.blocks)
-    return (
-        groups
-        if not starts
-        else replace(
-            groups,
-            groups={n: g for n, g in groups.items() if n not in repeats.groups},
-            axes={key: classes for key, classes in groups.axes.items() if outside(key[0])},
-            shapes={n: shape for n, shape in groups.shapes.items() if outside(n)},
-            trainable=frozenset(filter(outside, groups.trainable)),
-            terms=tuple(x for x in groups.terms if outside(x.weight)),
-            sites={n: site for n, site in groups.sites.items() if outside(n)},
-            lengths=tuple(x for x in groups.lengths if outside(x.module)),
-            narrowings=tuple(x for x in groups.narrowings if outside(x.module)),
-            scatters=tuple(x for x in groups.scatters if outside(x.module)),
-        )
+    if not starts:
+        return groups
+    return replace(
+        groups,
+        groups={n: g for n, g in groups.items() if n not in repeats.groups},
+        axes={key: classes for key, classes in groups.axes.items() if outside(key[0])},
+        shapes={n: shape for n, shape in groups.shapes.items() if outside(n)},
+        trainable=frozenset(filter(outside, groups.trainable)),
+        terms=tuple(x for x in groups.terms if outside(x.weight)),
+        sites={n: site for n, site in groups.sites.items() if outside(n)},
+        lengths=tuple(x for x in groups.lengths if outside(x.module)),
+        narrowings=tuple(x for x in groups.narrowings if outside(x.module)),
+        scatters=tuple(x for x in groups.scatters if outside(x.module)),
     )
 
 

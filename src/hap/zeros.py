@@ -171,11 +171,11 @@ class Remembering(TorchFunctionMode):
         if v.ndim > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
             live = (v != 0).any(-1).any(-1).flatten(0, -2).any(0) if v.ndim > 3 else (v != 0).any(-1).any(-1)
             if 0 < int(live.sum()) < len(live):
-                few = [t.index_select(-3, live.nonzero().flatten()) for t in (q, k, v)]
-                per_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
-                mask = mask.index_select(-3, live.nonzero().flatten()) if per_head and mask is not None else mask
-                some = self.attention((*few, mask), rest)
-                return some.new_zeros(*q.shape[:-1], v.shape[-1]).index_copy_(-3, live.nonzero().flatten(), some)
+                heads = live.nonzero().flatten()
+                if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:  # one for each head
+                    mask = mask.index_select(-3, heads)
+                some = self.attention((*(t.index_select(-3, heads) for t in (q, k, v)), mask), rest)
+                return some.new_zeros(*q.shape[:-1], v.shape[-1]).index_copy_(-3, heads, some)
         known = self.again(ATTENTION, "", given, rest)
         return ATTENTION(q, k, v, mask, *rest[:2], **dict(rest[2:])) if known is None else known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -119,7 +120,7 @@ class JointTrace(Criterion):
 
 def _factors(problem: Problem) -> dict[str, Tensor]:
     """||w_p||^2 / (2 |p|) for each unit, over all its slices together."""
-    norms = problem.assemble(lambda g, p: problem.per_unit(g, p, problem.weights[p.weight].double().square()))
+    norms = problem.assemble(partial(problem.sum_of, torch.square))
     sizes = problem.assemble(problem.sizes)
     return {n: norms[n] / (2 * sizes[n]) for n in norms}
 

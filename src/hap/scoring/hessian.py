@@ -178,5 +178,5 @@ class HessianTrace(Criterion):
 
 def factor(problem: Problem, group: Group, producer: Producer) -> Tensor:
     """What turns a trace into equation 6, per unit of one producer: ||w_p||^2 / (2 |p|)."""
-    norm = problem.per_unit(group, producer, problem.weights[producer.weight].double().square())
+    norm = problem.sum_of(torch.square, group, producer)
     return norm / (2 * problem.sizes(group, producer).clamp_min(1))
