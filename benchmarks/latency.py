@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--criterion", default="random")
     parser.add_argument("--flops", type=float, default=0.5)
-    parser.add_argument("--activations", type=float, default=0.5)
+    parser.add_argument("--activations", type=float, nargs="+", default=[0.5])
     parser.add_argument("--latency", type=float, default=0.5)
     parser.add_argument("--multiples", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--round-to", type=int, default=1, help="in the budget of time; default: found by timing")
@@ -88,7 +88,7 @@ def main() -> None:
         "model": options.model, "criterion": options.criterion, "coupling": "joint", "backend": backend, "batch": batch,
         "flops": options.flops, "rounds": options.rounds, "runs": [],
     } | provenance(options.revision)  # fmt: skip
-    ways = [(n, a) for n in options.multiples for a in (None, options.activations)]
+    ways = [(n, a) for n in options.multiples for a in (None, *options.activations)]
     budgets = [hap.Budget(flops=options.flops, activations=a) for _, a in ways]
     plans = [hap.plan(groups, scores, b, limits=hap.Limits(round_to=n), per_cost=b.activations is not None)
              for (n, _), b in zip(ways, budgets, strict=True)]  # fmt: skip
