@@ -22,6 +22,8 @@ from hap.surgery import check_by_running, variant
 from hap.telling import telling_weights
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
+Round = tuple[int, frozenset[str], frozenset[int]]
+"""A number of a round, the groups that lose units in it, and the ids of the attributes that follow them."""
 
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -66,7 +68,8 @@ class Trial:
         self.rest: list[str] = []
         self.rest_lengths: list[Length] = []
         self.found: list[Length] = []
-        self.wanted: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[Any]] = {}
+        self.wanted: dict[Round, list[Any]] = {}
+        self.known: dict[Round, tuple[bool, str | None]] = {}
         self.failed: str | None = None
         self.ran = False
 
@@ -157,8 +160,8 @@ class Trial:
             reach = np.concatenate([self._reach(n) for n in able])
             counting = [x for x in self.candidates if np.isin(x.classes, reach).any()]
             for lengths in ([], counting) if counting and attempt == 0 else (counting,):
-                if self._fits(able, lengths):
-                    return able, self._needed(able, lengths)
+                if (needed := self._needed(able, lengths)) is not None:
+                    return able, needed
             kinds = {_kind_of(n) for n in able if self._blamed(n)}
             fewer = [n for n in able if _kind_of(n) not in kinds]
             if not fewer or len(fewer) == len(able):
@@ -195,21 +198,22 @@ class Trial:
     def _counting(self, name: str) -> list[Length]:
         return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
 
-    def _needed(self, names: list[str], lengths: list[Length]) -> list[Length]:
-        """Without those that need not follow: a number may equal the length of an axis by chance.
+    def _needed(self, names: list[str], lengths: list[Length]) -> list[Length] | None:
+        """Without those that need not follow: a number may equal the length of an axis by chance. None: nothing fits.
 
         One round shows that, unless all of them together do not bear it out.
         """
-        needed = lengths
         for rounds in (1, None):
+            if not self._fits(names, lengths, rounds):
+                return None
             needed = lengths
             for kind in dict.fromkeys(map(_attribute_kind, lengths)):
                 fewer = [x for x in needed if _attribute_kind(x) != kind]
                 if self._fits(names, fewer, rounds):
                     needed = fewer
-            if len(needed) == len(lengths) or self._fits(names, needed):
-                break
-        return needed
+            if self._fits(names, needed):
+                return needed
+        return None
 
     def _needs(self, name: str) -> list[Length] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
@@ -223,30 +227,41 @@ class Trial:
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
-        """Whether the model does without parts of these groups.
+        """Whether the model does without parts of these groups. No round is run twice."""
+        following = {id(x): x for x in (*self.rest_lengths, *lengths)}
+        cut = [*dict.fromkeys([*names, *self.rest])]
+        for number in range(len(self.removals[:rounds]) if names else 0):
+            key = (number, frozenset(cut), frozenset(following))
+            if key not in self.known:
+                self.known[key] = self._fits_once(number, cut, following)
+            fits, failed = self.known[key]
+            if not fits:
+                self.failed = failed
+                return False
+        return True
+
+    def _fits_once(self, number: int, cut: list[str], following: dict[int, Length]) -> tuple[bool, str | None]:
+        """Whether a round goes well, and else the module that failed.
 
         What a norm spans changes values, so as much of it goes from both models that are compared. That these run with
         other parts of it, and return tensors of the same shapes, is tried by itself.
         """
-        following = {id(x): x for x in (*self.rest_lengths, *lengths)}
         groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
-        cut = tuple(dict.fromkeys([*names, *self.rest]))
         spanned = {n for n in cut if self._spanned(n)}
-        for number, (fewer, more) in enumerate(self.removals[:rounds] if names else ()):
-            # whatever attributes follow, the result is to be the same: unless they follow what is spanned
-            key = (number, cut, tuple(sorted(following)) if spanned else ())
-            base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
-            try:
-                wanted = self._run(replace(draft(groups, plan), exact=True), draft(groups, base), self.wanted.get(key))
-                if spanned:
-                    self._run(draft(groups, {n: fewer[n] for n in cut}), None, wanted)
-            except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
-                self.failed = _failing_module(error)
-                return False
-            self.wanted[key] = wanted
-            self.ran = True
-            self._be_precise(wanted)
-        return True
+        fewer, more = self.removals[number]
+        # whatever attributes follow, the result is to be the same: unless they follow what is spanned
+        key = (number, frozenset(cut), frozenset(following if spanned else ()))
+        base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
+        try:
+            wanted = self._run(replace(draft(groups, plan), exact=True), draft(groups, base), self.wanted.get(key))
+            if spanned:
+                self._run(draft(groups, {n: fewer[n] for n in cut}), None, wanted)
+        except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
+            return False, _failing_module(error)
+        self.wanted[key] = wanted
+        self.ran = True
+        self._be_precise(wanted)
+        return True, None
 
     def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted)
