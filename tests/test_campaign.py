@@ -93,7 +93,7 @@ def test_results_tell_what_was_stacked(data: Data, folders: Folders, monkeypatch
     other = replace(one, name="other", recipe=replace(one.recipe, lr=0.02))
     work_off([*twins, other], data, folders, Manner(compiled=True, masked_from=0.0), say=quiet)
     found = [json.loads(folders.result(name).read_text()) for name in ("seed0", "seed1", "other")]
-    assert [(r["side_by_side"], r["stack"], r["compiled"]) for r in found] == [(3, 2, True)] * 2 + [(3, 1, False)]
+    assert [(r["side_by_side"], r["stack"], r["compiled"]) for r in found] == [(2, 2, True)] * 2 + [(1, 1, False)]
 
 
 def test_numbers_of_networks_less_than_one_are_refused() -> None:
@@ -197,7 +197,7 @@ def test_the_papers_jobs_have_distinct_names_and_start_from_jobs_that_exist() ->
 
 @pytest.mark.parametrize(
     ("target", "rows", "runs"),
-    [("resnet56", 24, 44), ("rankings", 14, 26), ("ablation", 17, 21), ("implants", 10, 18), ("vgg16", 3, 9),
+    [("resnet56", 22, 42), ("rankings", 12, 24), ("ablation", 17, 21), ("implants", 12, 22), ("vgg16", 3, 9),
      ("preresnet29", 1, 3), ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 24)],
 )  # fmt: skip
 def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -> None:
@@ -208,10 +208,46 @@ def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -
 
 def test_the_telling_jobs_come_first() -> None:
     names = [j.name for j in cifar10_jobs()]
-    order = ["resnet56-paper-hap-38.74-seed0", "vgg16-dense-paper-seed0", "vgg16-paper-hap-7.5-seed2",
+    order = ["resnet56-paper-hap-per-cost-38.74-seed2", "resnet56-paper-hap-3-probes-38.74-seed0",
+             "resnet56-paper-hap-38.74-seed0", "vgg16-dense-paper-seed0", "vgg16-paper-hap-7.5-seed2",
              "preresnet29-paper-hap-31.0-seed0", "resnet56-best-implant-53.0-seed0",
-             "resnet56-paper-magnitude-38.74-seed0", "wideresnet32-short-eigendamage-18.0-seed0"]  # fmt: skip
+             "resnet56-paper-magnitude-38.74-seed0", "vgg16-best-implant-40.0-seed0",
+             "wideresnet32-short-bn-scale-18.0-seed0", "wideresnet32-short-eigendamage-50.0-seed0"]  # fmt: skip
     assert [names.index(n) for n in order] == sorted(names.index(n) for n in order)
+
+
+def test_jobs_train_beside_others_of_their_network_and_recipe_alone(data: Data, folders: Folders) -> None:
+    small, longer = make_jobs(1)[0], replace(make_jobs(2)[0], name="longer")
+    seeded = replace(small, name="seed1", recipe=replace(small.recipe, seed=1))
+    other = replace(small, name="other", model="resnet32")
+    said: list[str] = []
+    work_off([small, other, longer, seeded], data, folders, say=said.append)
+    finished = [line.partition(":")[0] for line in said if "epochs" in line]
+    assert finished == ["dense", "seed1", "other", "longer"]
+
+
+@pytest.mark.parametrize(("init", "reached"), [("zero", False), ("center", True)])
+def test_a_gradient_reaches_implants_behind_a_negative_bias_unless_they_are_zero(init: str, reached: bool) -> None:
+    torch.manual_seed(0)
+    model, x = hap.models.build("resnet20").eval(), torch.randn(4, 3, 8, 8)
+    for name, module in model.named_modules():
+        if name.endswith("bn1"):
+            torch.nn.init.constant_(module.bias, -0.1)
+    groups = hap.trace(model, x, "union")
+    scores = hap.score(model, groups, [(x, torch.arange(4))], functional.cross_entropy, "magnitude")
+    hap.apply_(model, hap.plan(groups, scores, hap.Budget(flops=0.5), hap.Pointwise(0.5, init)), x)
+    functional.cross_entropy(model.train()(x), torch.arange(4)).backward()
+    grads = [p.grad for name, p in model.named_parameters() if "conv1.implant" in name]
+    assert grads and any(bool(grad.any()) for grad in grads) == reached
+
+
+def test_implants_start_where_a_gradient_reaches_them() -> None:
+    steps = {j.name: j.prune for j in cifar10_jobs() if isinstance(j.prune, PruneStep) and j.prune.implant}
+    from_zero = {name for name, step in steps.items() if step.implant_init == "zero"}
+    assert from_zero == {f"resnet56-paper-implant-{p}-seed{s}" for p in (40.7, 23.9) for s in (0, 1)}
+    assert {step.implant_init for name, step in steps.items() if "-best-" in name} == {None}
+    assert isinstance(steps["vgg16-best-implant-40.0-seed0"].make_implant(), hap.Pointwise)
+    assert steps["vgg16-best-implant-40.0-seed0"].make_implant().init == "lstsq"
 
 
 def test_estimates_are_in_epochs_of_resnet56() -> None:
@@ -223,8 +259,8 @@ def test_estimates_are_in_epochs_of_resnet56() -> None:
 
 def test_handed_out_networks_are_of_seed_0() -> None:
     names, jobs = headline_networks(), {j.name: j for j in cifar10_jobs()}
-    assert names["resnet56-cifar10-hap-implant-40"] == "resnet56-paper-implant-40.7-seed0"
-    assert len(names) == 19 and all(jobs[run].recipe.seed == 0 for run in names.values())
+    assert names["resnet56-cifar10-hap-implant-40"] == "resnet56-paper-implant-centre-40.7-seed0"
+    assert len(names) == 21 and all(jobs[run].recipe.seed == 0 for run in names.values())
 
 
 def test_status_lists_the_jobs_in_order_with_their_state_and_cost(tmp_path: Path) -> None:

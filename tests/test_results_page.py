@@ -73,7 +73,7 @@ def test_without_results_there_is_no_accuracy_of_ours_on_the_page(tmp_path: Path
 
 def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> None:
     text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936, 0.935])
-                       | seeds("resnet56-paper-implant-40.7", [0.93]))  # fmt: skip
+                       | seeds("resnet56-paper-implant-centre-40.7", [0.93]))  # fmt: skip
     assert row_of(text, "HAP", "38.74, 41.53") == [
         "HAP", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)", "93.85", "38.74, 41.53", "93.38", "yes",
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
 
 
 def test_one_command_writes_page_and_manifest(tmp_path: Path) -> None:
-    job = JOBS["resnet56-paper-implant-40.7-seed0"]
+    job = JOBS["resnet56-paper-implant-centre-40.7-seed0"]
     record = result(job, 0.9355, model="resnet56", accuracy_in_half_precision=0.9354)
     write_json(tmp_path / "results" / f"{job.name}.json", record)
     about = {"model": "resnet56", "classes": 10, "result": job.name}

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -94,8 +94,8 @@ def _can_start(job: Job, folders: Folders) -> bool:
 class Manner:
     """How jobs are trained, for speed alone: the steps that they take are the same.
 
-    Up to `together` jobs of equal length train at a time, up to `stack` of one shape as one network, which may be
-    `compiled`. Networks with at least `masked_from` of their FLOPs left train in their dense shape.
+    Up to `together` jobs of one network and recipe train at a time, up to `stack` of one shape as one network, which
+    may be `compiled`. Networks with at least `masked_from` of their FLOPs left train in their dense shape.
     """
 
     together: int = 8
@@ -119,14 +119,18 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
     """
     begun = time.monotonic()
     while queue := pending(jobs, folders):
-        first = queue[0].recipe
-        chosen = [j for j in queue if (j.recipe.epochs, j.recipe.batch) == (first.epochs, first.batch)]
-        chosen = chosen[: manner.together]
+        chosen = [j for j in queue if _alike(j, queue[0])][: manner.together]
         left = None if seconds is None else seconds - (time.monotonic() - begun)
         if left is not None and left <= 0:
             return
         if not _train(chosen, data, folders, manner, left, revision, say):
             return
+
+
+def _alike(job: Job, other: Job) -> bool:
+    """Whether two jobs train side by side: the same network by the same recipe, whose seed may differ. Others could,
+    but what is large would hold up what is small."""
+    return job.model == other.model and replace(job.recipe, seed=other.recipe.seed) == other.recipe
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ def label(job: Job) -> str:
     if step.implant_kind == "LowRank":
         return "Low rank"
     name = CRITERIA[step.criterion] + (" + Implant" if step.implant else "")
+    if step.implant_init == "zero":
+        name += ", from zero"
     if step.per_cost and not job.teacher:  # all of protocol best ranks so
         name += ", per cost"
     if step.probes:

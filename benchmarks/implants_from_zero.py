@@ -1,0 +1,60 @@
+"""How many implants of the trained ResNet56 networks are still exactly zero, and what they have in common.
+
+    python benchmarks/implants_from_zero.py
+
+An implant that starts at zero puts out zeros, which BatchNorm turns into its bias. Where that is negative and a ReLU
+follows, zeros go on and no gradient comes back, so neither the implant nor the bias ever changes sign. Reads the
+networks in zoo/ and writes results/cifar10/implants-from-zero.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hap.checkpoint import load, read
+from hap.experiments.campaign import Job
+from hap.experiments.cifar10 import jobs
+from hap.experiments.config import PruneStep
+from hap.experiments.networks import fresh
+from hap.files import write_json
+from hap.provenance import provenance
+
+ZOO, OUT = Path("zoo"), Path("results/cifar10/implants-from-zero.json")
+
+
+def network(name: str) -> Path:
+    return ZOO / f"{name}.safetensors"
+
+
+def count(job: Job) -> dict[str, Any]:
+    """Implants of a trained network: all, those still zero, those behind which the dense BatchNorm has a bias below
+    zero, and those that are both."""
+    assert job.dense is not None and isinstance(job.prune, PruneStep)
+    trained, dense = (load(network(name), fresh(job.model, 10)) for name in (job.name, job.dense))
+    plan = read(network(job.name)).plan
+    assert plan is not None
+    zero, negative = [], []
+    for graft in plan.grafts:
+        bias = dense.get_parameter(graft.module.replace("conv", "bn") + ".bias")
+        implant = trained.get_submodule(graft.module + ".implant")
+        zero.append((implant.conv.weight == 0).flatten(1).all(1))  # type: ignore[operator, union-attr]
+        negative.append(bias[list(graft.rows)] < 0)
+    still, below = torch.cat(zero), torch.cat(negative)
+    return {"network": job.name, "init": job.prune.implant_init, "implants": len(still), "zero": int(still.sum()),
+            "negative_bias": int(below.sum()), "zero_and_negative_bias": int((still & below).sum())}  # fmt: skip
+
+
+def main() -> None:
+    wanted = [job for job in jobs() if job.model == "resnet56" and "-paper-implant" in job.name]
+    rows = [count(job) for job in wanted if network(job.name).exists()]
+    write_json(OUT, {"kind": "hap-implants-from-zero", "format": 1, "rows": rows} | provenance())
+    for row in rows:
+        dead = f"{row['zero']} of {row['implants']} implants are zero"
+        print(f"{row['network']}: {dead}, {row['zero_and_negative_bias']} of them behind a negative bias")
+
+
+if __name__ == "__main__":
+    main()
