@@ -259,6 +259,28 @@ def test_joint_trace_by_draws_meets_the_gauss_newton_matrix(encoder: Any) -> Non
         torch.testing.assert_close(scores[name], wanted, rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_second_derivatives_in_half_precision_are_refused(encoder: Any, dtype: torch.dtype) -> None:
+    model, example, batches = encoder
+    groups = units_of(hap.trace(model, example), "heads")
+    half = copy.deepcopy(model).to(dtype)
+    for criterion in (hap.JointTrace(probes=2), hap.JointTrace(probes=2, deflate=2)):
+        with pytest.raises(hap.HapError, match=r"too coarse for second derivatives; call model.float\(\) first"):
+            hap.score(half, groups, [(x.to(dtype), y) for x, y in batches], F.cross_entropy, criterion)
+
+
+@pytest.mark.parametrize(
+    "criterion", [hap.JointTrace(probes=2), hap.JointTrace("gauss-newton"), hap.GateGradient()], ids=str
+)
+def test_scores_that_are_not_finite_are_refused(encoder: Any, criterion: hap.Criterion) -> None:
+    model, example, batches = encoder
+    groups = units_of(hap.trace(model, example), "heads")
+    model = copy.deepcopy(model)
+    model.layers[0]["o"].register_full_backward_hook(lambda module, into, out: (into[0] * float("nan"),))
+    with pytest.raises(hap.HapError, match="is not finite"):
+        hap.score(model, groups, batches, F.cross_entropy, criterion)
+
+
 def test_gauss_newton_refuses_another_loss(encoder: Any) -> None:
     model, example, batches = encoder
     groups = units_of(hap.trace(model, example), "heads")

@@ -101,12 +101,12 @@ class JointTrace(Criterion):
         inner = _input_axes(problem)
         problem = whole(problem)
         if self.method == "hutchinson":
+            _refuse_half(problem)
             probed = _deflated if self.deflate else _probed
             count, traces = self.probes, probed(problem, self)
-            if not torch.isfinite(traces).all():
-                raise HapError("a Hessian product is not finite; check the model's weights, or score in float32")
         else:
             count, traces = self.draws, _drawn(problem, inner, self.draws, self.seed)
+        _check_finite(traces, "a Hessian product" if self.method == "hutchinson" else "a squared gradient")
         values = traces * torch.cat(list(_factors(problem).values()))
         sizes = [len(g) for g in problem.groups.values()]
         mean = dict(zip(problem.groups, values.mean(0).split(sizes), strict=True))
@@ -116,6 +116,22 @@ class JointTrace(Criterion):
         error = values.std(0) / count**0.5
         about |= {"deflate": self.deflate} if self.deflate else {}
         return Scores(mean, dict(zip(problem.groups, error.split(sizes), strict=True)), about)
+
+
+def _refuse_half(problem: Problem) -> None:
+    """Second derivatives in half precision are mostly rounding."""
+    for name, weight in problem.weights.items():
+        if weight.dtype in (torch.float16, torch.bfloat16):
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise HapError(
+                f"{name} is in {kind}, too coarse for second derivatives; call model.float() first, or use "
+                'JointTrace("gauss-newton")'
+            )
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    if not torch.isfinite(values).all():
+        raise HapError(f"{what} is not finite; check the model's weights, or score in float32")
 
 
 def _factors(problem: Problem) -> dict[str, Tensor]:
@@ -135,9 +151,16 @@ def _deflated(problem: Problem, how: JointTrace) -> Tensor:
 
 
 def _probed(problem: Problem, how: JointTrace) -> Tensor:
-    """v^T H_pp v for every probe and unit (probes, units): a double backward per probe and batch."""
+    """v^T H_pp v for every probe and unit (probes, units): a double backward per probe and batch.
+
+    Products are summed along the axes of units, and folded into units once, since that waits for the device.
+    """
     device = next(iter(problem.weights.values())).device
-    values = torch.zeros(how.probes, problem.groups.units, dtype=torch.float64, device=device)
+    axes = dict.fromkeys((p.weight, p.dim) for g in problem.groups.values() for p in g.producers)
+    sums = {
+        (name, dim): torch.zeros(how.probes, problem.weights[name].shape[dim], dtype=torch.float64, device=device)
+        for name, dim in axes
+    }
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
@@ -147,9 +170,16 @@ def _probed(problem: Problem, how: JointTrace) -> Tensor:
             signs = _signs(weights, device, how.seed * 1_000_003 + probe)
             products = torch.autograd.grad(slopes, list(weights.values()), signs, True, materialize_grads=True)
             elements = {n: v * p for n, v, p in zip(weights, signs, products, strict=True)}
-            values[probe] += share * _per_unit(problem, lambda g, p, e=elements: problem.per_unit(g, p, e[p.weight]))
-    distributed.sum_([values])
-    return values
+            for (name, dim), total in sums.items():
+                total[probe] += share * _sum_along(elements[name], dim)
+    distributed.sum_(sums.values())
+    return _per_unit(problem, lambda g, p: fold(g, p, sums[p.weight, p.dim]))
+
+
+def _sum_along(values: Tensor, dim: int) -> Tensor:
+    """The sum over all other axes, in float64."""
+    rest = [d for d in range(values.ndim) if d != dim]
+    return values.sum(rest, dtype=torch.float64) if rest else values.double()
 
 
 def _signs(weights: dict[str, Tensor], device: torch.device, seed: int) -> list[Tensor]:
@@ -161,7 +191,8 @@ def _signs(weights: dict[str, Tensor], device: torch.device, seed: int) -> list[
 
 
 def _per_unit(problem: Problem, formula: Any) -> Tensor:
-    return torch.cat(list(problem.assemble(formula).values()))
+    """One value per unit on the last axis, the units of all groups one after the other."""
+    return torch.cat(list(problem.assemble(formula).values()), dim=-1)
 
 
 # ---- the Gauss-Newton trace -----------------------------------------------------------------------------------
@@ -265,7 +296,7 @@ def _row_squares(
         x, axis = seen.inputs[layers[weight]].detach(), inner[weight]
         _check_matrix(weight, tuple(problem.weights[weight].shape), axis, x, gradient, len(logits))
         each = x.flatten(1, -2).transpose(1, 2) @ gradient.flatten(1, -2)  # a sample's gradient: (inputs, outputs)
-        square = each.square_().sum(0, dtype=torch.float64)
+        square = each.to(torch.promote_types(each.dtype, torch.float32)).square_().sum(0, dtype=torch.float64)
         squares[weight, axis], squares[weight, 1 - axis] = square.sum(1), square.sum(0)
     return squares
 
@@ -302,6 +333,7 @@ class GateGradient(Criterion):
             for name, value in self._batch(problem, batch).items():
                 totals[name] += share * value
         distributed.sum_(totals.values())
+        _check_finite(torch.cat(list(totals.values())), "the gradient of a gate")
         if self.per_layer:
             totals = {n: v / v.norm().clamp_min(1e-300) for n, v in totals.items()}
         return Scores(totals, about={"per_layer": self.per_layer})
