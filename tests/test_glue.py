@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import hap
 from hap.cli import app
 from hap.data.glue import HELD_OUT, TASKS, Encoded, Texts, encode, metrics_of, read, read_tsv
-from hap.experiments import head_latency
-from hap.experiments.glue import Folders, jobs, status
-from hap.experiments.glue_report import render
+from hap.experiments import head_costs, head_latency
+from hap.experiments.glue import ORDER, Folders, criterion_of, jobs, status
+from hap.experiments.glue_report import NAMES, render
 from hap.experiments.tuning import FilledScalars, Tuning, _Run, predict, tune
 from huggingface import library, small
 
@@ -256,7 +256,9 @@ def test_a_campaign_leaves_one_result_for_each_job(campaign: Path) -> None:
         assert record["model"]["heads"] == 8 and record["model"]["note"] == "a toy" and record["seed"] == 0
         assert len(record["scores"]) == 2 and record["revision"] and record["hardware"]["torch"]
     hessian = json.loads((campaign / "results" / "sst2-hessian-seed0.json").read_text())
-    assert hessian["criterion_settings"]["probes"] == 3 and hessian["tuning"]["after"]["most_steps"] == 1000
+    settings = hessian["settings"]
+    assert settings["criterion"]["probes"] == 3 and settings["tuning"]["after"]["most_steps"] == 1000
+    assert settings["calibration"] == 32 and hessian["device"] == "cpu" and hessian["precision"] == "float32"
 
 
 def test_what_is_done_is_not_done_again(campaign: Path) -> None:
@@ -264,7 +266,8 @@ def test_what_is_done_is_not_done_again(campaign: Path) -> None:
     before = json.loads(path.read_text())
     path.unlink()
     part = campaign / "work" / "sst2-gradient-seed0.part.json"
-    kept = [p for p in json.loads(part.read_text()) if p["heads"] == 0.75]
+    kept = json.loads(part.read_text())
+    kept["budgets"] = [p for p in kept["budgets"] if p["heads"] == 0.75]
     part.write_text(json.dumps(kept))
     others = {p: p.stat().st_mtime_ns for p in (campaign / "results").glob("*.json")}
     again = _glue(campaign)
@@ -274,6 +277,71 @@ def test_what_is_done_is_not_done_again(campaign: Path) -> None:
     assert after["budgets"][1] == before["budgets"][1]
     assert after["budgets"][2]["kept"] == before["budgets"][2]["kept"]
     assert all(p.stat().st_mtime_ns == t for p, t in others.items())
+
+
+def test_an_interrupted_campaign_goes_on(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the second job: the first has its result, and the dense network is not trained again."""
+    for name in ("model", "data"):
+        (tmp_path / name).symlink_to(campaign / name)
+    calls = []
+
+    def tune_twice(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:  # the dense network, the first job, the second
+            raise KeyboardInterrupt
+        return tune(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hap.experiments.glue.tune", tune_twice)
+        stopped = _glue(tmp_path, "--epochs", "1", "--more-epochs", "1")
+    assert stopped.exit_code == 130 and "the same command goes on" in stopped.output
+    assert [p.stem for p in (tmp_path / "results").iterdir()] == ["sst2-hessian-seed0"]
+    before = (tmp_path / "results" / "sst2-hessian-seed0.json").read_bytes()
+    again = _glue(tmp_path, "--epochs", "1", "--more-epochs", "1")
+    assert again.exit_code == 0 and "fine-tuning the dense" not in again.output
+    assert len(list((tmp_path / "results").iterdir())) == 2
+    assert (tmp_path / "results" / "sst2-hessian-seed0.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("options", "file", "message"), [
+    (["--heads", "0.75"], None, "sst2-hessian-seed0.json was made with heads"),
+    (["--more-epochs", "3"], None, "sst2-hessian-seed0.json was made with tuning"),
+    (["--calibration", "16"], None, "sst2-hessian-seed0.json was made with calibration 32; expected 16"),
+    (["--more-epochs", "3"], "results/sst2-gradient-seed0.json", "sst2-gradient-seed0.part.json was made with tuning"),
+    (["--epochs", "1"], "results/sst2-gradient-seed0.json", "sst2-dense-seed0.safetensors was made with tuning"),
+])  # fmt: skip
+def test_what_other_settings_made_is_not_gone_on_from(
+    campaign: Path, options: list[str], file: str | None, message: str
+) -> None:
+    """Else figures of one setting would be reported as those of another."""
+    kept = (campaign / file).read_bytes() if file else b""
+    if file:
+        (campaign / file).unlink()
+        options = [*options, "--criteria", "gradient"]
+    refused = _glue(campaign, *options)
+    assert refused.exit_code != 0 and message in " ".join(refused.output.split()), refused.output
+    if file:
+        assert not (campaign / file).exists()
+        (campaign / file).write_bytes(kept)
+
+
+def test_a_job_that_fails_does_not_keep_others_from_being_done(
+    campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("model", "data", "work"):
+        (tmp_path / name).symlink_to(campaign / name)
+    score = hap.score
+
+    def fail(model: Any, groups: Any, batches: Any, loss: Any, criterion: Any) -> Any:
+        if isinstance(criterion, hap.JointTrace):
+            raise hap.HapError("a Hessian product is not finite")
+        return score(model, groups, batches, loss, criterion)
+
+    monkeypatch.setattr("hap.score", fail)
+    failed = _glue(tmp_path)
+    assert failed.exit_code != 0 and "sst2-hessian-seed0 failed: a Hessian product is not finite" in failed.output
+    assert "1 of the runs failed: sst2-hessian-seed0" in failed.output
+    assert [p.stem for p in (tmp_path / "results").iterdir()] == ["sst2-gradient-seed0"]
 
 
 def test_status_and_time_limit(campaign: Path) -> None:
@@ -297,6 +365,39 @@ def test_the_table_is_made_from_the_files(campaign: Path) -> None:
     assert "Hessian minus gradient" in text and "| heads left | 100% | 75% | 50% |" in text
     with pytest.raises(hap.HapError, match="holds no results of hap glue"):
         render(campaign / "data")
+
+
+@pytest.mark.parametrize(("gaps", "verdict"), [
+    ((1.1, 0.9, 1.0), "held (mean lead +1.00, standard error 0.06, 3 seeds)"),
+    ((0.3, 0.2, 0.25), "held in part, it is ahead by less (mean lead +0.25"),
+    ((-1.0, 2.0, 0.5), "not held, the difference is within what seeds do"),
+    ((-1.1, -0.9, -1.0), "not held, it is behind"),
+    ((1.0,), "Too few seeds"),
+])  # fmt: skip
+def test_the_page_says_whether_the_claim_holds(
+    campaign: Path, tmp_path: Path, gaps: tuple[float, ...], verdict: str
+) -> None:
+    """From files in which the Hessian is so many points ahead, seed by seed; and no criterion is left out."""
+    record = json.loads((campaign / "results" / "sst2-hessian-seed0.json").read_text())
+    part = record["budgets"][-1]
+    for seed, gap in enumerate(gaps):
+        for criterion in NAMES:
+            score = 0.9 + (gap / 100 if criterion == "hessian" else 0)
+            parts = [part | {"heads": share, "metrics": {"accuracy": score, "score": score}} for share in (0.6, 0.5)]
+            changed = record | {"criterion": criterion, "seed": seed, "budgets": [record["budgets"][0], *parts]}
+            (tmp_path / f"{criterion}-{seed}.json").write_text(json.dumps(changed))
+    text = render(tmp_path)
+    assert verdict in text and all(f"| {name} |" in text for name in NAMES.values())
+
+
+def test_every_criterion_has_a_name_and_the_telling_tasks_come_first() -> None:
+    assert all(criterion_of(name, 0, 2) for name in NAMES)
+    with pytest.raises(hap.HapError) as error:
+        criterion_of("?", 0, 2)
+    assert set(str(error.value).partition("expected one of ")[2].split(", ")) == set(NAMES)
+    assert [j.name for j in jobs(ORDER, ["hessian", "gradient"], range(2))][:5] == [
+        "mrpc-hessian-seed0", "mrpc-gradient-seed0", "mrpc-hessian-seed1", "mrpc-gradient-seed1", "sst2-hessian-seed0"
+    ]  # fmt: skip
 
 
 def test_every_task_goes_the_whole_way(campaign: Path, tmp_path: Path) -> None:
@@ -341,14 +442,15 @@ def test_costs_of_scores_beside_training(campaign: Path) -> None:
     result = _glue(campaign, "--costs")
     assert result.exit_code == 0, result.output
     record = json.loads((campaign / "results" / "costs-cpu.json").read_text())
-    rows = [(row["criterion"], row["batch"]) for row in record["rows"]]
-    assert rows == [("gauss-newton", 8), ("gauss-newton", 16), ("gauss-newton", 32), ("gradient", 16), ("hessian", 16)]
-    epoch = record["dense"]["seconds_per_epoch"]
+    assert [(row["criterion"], row["batch"]) for row in record["rows"]] == list(head_costs.MEASURED)
+    epoch, plain = record["dense"]["seconds_per_epoch"], record["plain"]
+    assert plain["steps"] == 6 and plain["step_memory"] is None and record["rows"][0]["of_a_plain_epoch"] > 0
     assert epoch == pytest.approx(record["dense"]["seconds"] / 6)
     assert all(row["of_an_epoch"] == pytest.approx(row["seconds"] / epoch) for row in record["rows"])
     assert all(row["examples"] == 32 and row["of_a_step"] is None for row in record["rows"])
     first = record["rows"][0]
-    line = f"| Gauss-Newton trace | 8 | {first['seconds']:.2f} | {first['of_an_epoch']:.2f} | - | - |"
+    ratios = f"{first['of_an_epoch']:.2f} | {first['of_a_plain_epoch']:.2f}"
+    line = f"| Gauss-Newton trace | 16 | {first['seconds']:.2f} | {ratios} | - | - |"
     assert line in render(campaign / "results")
 
 

@@ -7,11 +7,9 @@ and kept, prunes it to each share of the heads, trains these networks side by si
 from __future__ import annotations
 
 import copy
-import gc
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,9 @@ from hap.blocks import units_of
 from hap.data.glue import Corpus, Encoded, encode, metrics_of
 from hap.data.glue import read as read_task
 from hap.errors import HapError
+from hap.experiments.device_use import fast_products, release, use_of
 from hap.experiments.results import read_json
-from hap.experiments.tuning import Tuned, Tuning, predict, tune
+from hap.experiments.tuning import Tuned, Tuning, precision_of, predict, tune
 from hap.experiments.zoo_models import import_torchvision
 from hap.files import write_json
 from hap.groups import Groups
@@ -36,8 +35,9 @@ from hap.scoring import Criterion
 Say = Callable[[str], None]
 KIND, FORMAT = "hap-glue", 1
 BUDGETS = (0.8, 0.6, 0.5, 0.4)
-ORDER = ("mrpc", "rte", "sst2", "qnli")
-"""The most telling first: MRPC is the paper's, and QNLI, the paper's other, is here a part of its development set."""
+ORDER = ("mrpc", "sst2", "rte", "qnli")
+"""The most telling first: MRPC is the paper's; QNLI, the paper's other, comes last, since it may be a part of its
+development set."""
 
 MOST_STEPS = {"sst2": 1000}
 """Fine-tuning ends after so many steps, before and after pruning, on a task that is large."""
@@ -97,6 +97,14 @@ class Settings:
         limits = [n for n in (chosen.most_steps, MOST_STEPS.get(job.task)) if n is not None]
         return replace(chosen, seed=job.seed, most_steps=min(limits, default=None))
 
+    def of(self, job: Job) -> dict[str, Any]:
+        """All that the figures of a job depend on, but for the model and the shares of the heads."""
+        return {
+            "tuning": {which: self.tuning(which, job).to_dict() for which in ("dense", "after")},
+            "criterion": criterion_of(job.criterion, job.seed, self.probes).to_dict(),
+            "calibration": self.calibration,
+        }
+
 
 @dataclass(frozen=True)
 class Folders:
@@ -135,33 +143,55 @@ class Campaign:
         self._last: tuple[Path, nn.Module, dict[str, Any]] | None = None
 
     def work_off(self, chosen: Sequence[Job], seconds: float | None = None) -> None:
-        """Run what has no result yet, in order; with `seconds`, begin nothing that is expected to end later."""
-        begun, longest = time.monotonic(), 0.0
-        for job in [j for j in chosen if not self.folders.result(j).exists()]:
+        """Run what has no result yet, in order; with `seconds`, begin nothing that is expected to end later.
+
+        A job that fails does not keep the others from being done; HapError names those that did at the end.
+        """
+        begun, longest, failed = time.monotonic(), 0.0, []
+        for job in [j for j in chosen if not self._is_done(j)]:
             started = time.monotonic()
             if seconds is not None and started - begun + 1.1 * longest > seconds:
-                self.say(f"stopped before {job.name}: the last job took {longest:.0f} s")
-                return
-            self.run(job)
-            longest = time.monotonic() - started
-            self.say(f"{job.name}: {longest:.1f} s")
+                self.say(f"stopped before {job.name}: the longest job took {longest:.0f} s")
+                break
+            try:
+                self.run(job)
+            except HapError as error:
+                failed.append(job.name)
+                self.say(f"{job.name} failed: {error}")
+            longest = max(longest, time.monotonic() - started)
+            self.say(f"{job.name}: {time.monotonic() - started:.1f} s")
+        if failed:
+            raise HapError(f"{len(failed)} of the runs failed: {', '.join(failed)}; see above why")
+
+    def _is_done(self, job: Job) -> bool:
+        """Whether there is a result; HapError if other settings made it."""
+        path = self.folders.result(job)
+        if not path.exists():
+            return False
+        found = read_json(path)
+        check_same(path, found.get("settings", {}), self._settings(job))
+        shares = [b["heads"] for b in found["budgets"]]
+        check_same(path, {"heads": sorted(shares)}, {"heads": sorted([1.0, *self.settings.budgets])})
+        return True
+
+    def _settings(self, job: Job) -> dict[str, Any]:
+        return {"model": Path(self.source).name} | self.settings.of(job)
 
     def run(self, job: Job) -> None:
         begun = time.monotonic()
-        with fast_products(self.device):
-            dense, about = self._dense(job)
-            scores, scoring = self.score(job, dense, self.settings.score_batch)
-            parts = self._parts(job, dense, scores)
+        dense, about = self._dense(job)
+        scores, scoring = self.score(job, dense, self.settings.score_batch)
+        parts = self._parts(job, dense, scores)
         corpus, train, dev = self._corpus(job.task)
         result = {
             "kind": KIND, "format": FORMAT, "name": job.name, "task": corpus.name, "metrics": corpus.task.metrics,
-            "criterion": job.criterion, "criterion_settings": self._criterion(job).to_dict(), "seed": job.seed,
+            "criterion": job.criterion, "seed": job.seed, "settings": self._settings(job),
             "model": self.model_facts(), "examples": {"train": len(train), "dev": len(dev)},
-            "tuning": {w: self.settings.tuning(w, job).to_dict() for w in ("dense", "after")},
             "dense": about, "scoring": scoring, "scores": {n: v.tolist() for n, v in scores.items()},
             "score_errors": {n: v.tolist() for n, v in scores.errors.items()},
             "budgets": [{"heads": 1.0, "metrics": about["metrics"]}, *parts],
-            "seconds": time.monotonic() - begun,
+            "device": str(self.device), "precision": precision_of(self.device),
+            "transformers": self.library.__version__, "seconds": time.monotonic() - begun,
         } | provenance(self.revision)  # fmt: skip
         write_json(self.folders.result(job), result)
 
@@ -173,12 +203,17 @@ class Campaign:
         if self._last is None or self._last[0] != path:
             self._last = None
             if path.exists():
-                found, about = hap.load(path, self._fresh()).to(self.device).eval(), hap.read(path).metrics
+                about = hap.read(path).metrics
+                check_same(path, about.get("settings", {}), self._dense_settings(job))
+                found = hap.load(path, self._fresh()).to(self.device).eval()
             else:
                 found, about = self.train_dense(job)
                 hap.save(path, found, metrics=about)
             self._last = path, found, about
         return self._last[1:]
+
+    def _dense_settings(self, job: Job) -> dict[str, Any]:
+        return {"model": Path(self.source).name, "tuning": self.settings.tuning("dense", job).to_dict()}
 
     def train_dense(self, job: Job) -> tuple[nn.Module, dict[str, Any]]:
         """A network fine-tuned on the task with this seed, and what that took."""
@@ -187,11 +222,10 @@ class Campaign:
         torch.manual_seed(job.seed)
         network = self.library.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2)
         model = network.float().to(self.device)
-        memory = step_memory(model, train, self.settings.tuning("dense", job))
         tuned = tune([model], train, self.settings.tuning("dense", job), self.settings.graphs)[0]
         epoch = tuned.seconds / tuned.steps * (len(train) // self.settings.dense.batch)
         about = {"metrics": self._measure(model, dev, job), "seconds": tuned.seconds, "steps": tuned.steps,
-                 "loss": tuned.loss, "seconds_per_epoch": epoch, "step_memory": memory}  # fmt: skip
+                 "loss": tuned.loss, "seconds_per_epoch": epoch, "settings": self._dense_settings(job)}  # fmt: skip
         return model, about
 
     def _fresh(self) -> nn.Module:
@@ -225,30 +259,36 @@ class Campaign:
     def _criterion(self, job: Job) -> Criterion:
         return criterion_of(job.criterion, job.seed, self.settings.probes)
 
-    def score(self, job: Job, dense: nn.Module, size: int) -> tuple[hap.Scores, dict[str, Any]]:
-        """The scores of the heads on calibration texts in batches of `size`, and what they took."""
+    def score(self, job: Job, dense: nn.Module, size: int, warm_up: bool = False) -> tuple[hap.Scores, dict[str, Any]]:
+        """The scores of the heads on calibration texts in batches of `size`, and what they took.
+
+        With `warm_up` a short run comes first, for kernels are loaded when they first run, which is not to be timed.
+        """
         _, train, _ = self._corpus(job.task)
         batches = list(train.head(self.settings.calibration, job.seed).batches(size))
-        groups = self.groups()
-        if self.device.type == "cuda":  # kernels are loaded when they first run
-            hap.score(dense, groups, batches[:1], loss_of, self._criterion(job))
-        with peak_memory(self.device) as peak:
-            begun = time.monotonic()
-            scores = hap.score(dense, groups, batches, loss_of, self._criterion(job))
-            seconds = time.monotonic() - begun
-        return scores, {"seconds": seconds, "peak_memory": peak.bytes, "examples": sum(len(y) for _, y in batches),
-                        "batch": size, "about": scores.about}  # fmt: skip
+        groups, criterion = self.groups(), self._criterion(job)
+        with fast_products(self.device):
+            if warm_up:
+                hap.score(dense, groups, batches[:1], loss_of, criterion_of(job.criterion, job.seed, probes=2))
+            with use_of(self.device) as use:
+                scores = hap.score(dense, groups, batches, loss_of, criterion)
+        return scores, {"seconds": use.seconds, "peak_memory": use.peak_memory, "batch": size,
+                        "examples": sum(len(y) for _, y in batches), "about": scores.about}  # fmt: skip
 
     # ---- pruned networks ------------------------------------------------------------------------------------
 
     def _parts(self, job: Job, dense: nn.Module, scores: hap.Scores) -> list[dict[str, Any]]:
         """What became of each budget; those finished before are read back."""
         path = self.folders.part(job)
-        done: list[dict[str, Any]] = read_json(path) if path.exists() else []
+        settings, done = self._settings(job), []
+        if path.exists():
+            found = read_json(path)
+            check_same(path, found["settings"], settings)
+            done = found["budgets"]
         left = [b for b in self.settings.budgets if b not in [d["heads"] for d in done]]
         for start in range(0, len(left), self.settings.together):
             done += self._prune_and_tune(job, dense, scores, left[start : start + self.settings.together])
-            write_json(path, done)
+            write_json(path, {"settings": settings, "budgets": done})
         return sorted((d for d in done if d["heads"] in self.settings.budgets), key=lambda d: -d["heads"])
 
     def _prune_and_tune(self, job: Job, dense: nn.Module, scores: hap.Scores, budgets: Sequence[float]) -> list[Any]:
@@ -285,6 +325,9 @@ class Campaign:
             self._corpora[task] = corpus, train, dev
         return self._corpora[task]
 
+    def training_set(self, task: str) -> Encoded:
+        return self._corpus(task)[1]
+
     def _measure(self, model: nn.Module, dev: Encoded, job: Job) -> dict[str, float]:
         return metrics_of(*predict(model, dev), self._corpus(job.task)[0].task)
 
@@ -312,53 +355,13 @@ def load_transformers() -> Any:
     return transformers
 
 
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """TF32 for what runs in float32 on CUDA, such as scores."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@dataclass
-class Peak:
-    """Bytes allocated at most, None where the device does not count them."""
-
-    bytes: int | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """The most memory in use on a CUDA device inside, what was there before included."""
-    peak = Peak()
-    if device.type == "cuda":
-        release(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    yield peak
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        peak.bytes = torch.cuda.max_memory_allocated(device)
-
-
-def step_memory(model: nn.Module, data: Encoded, tuning: Tuning) -> int | None:
-    """The most memory that plain training steps need, on a copy of the model that is thrown away."""
-    if data.labels.device.type != "cuda":
-        return None
-    other = copy.deepcopy(model)
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    with peak_memory(data.labels.device) as peak:
-        tune([other], data, replace(tuning, epochs=1, most_steps=8), graphs=False)
-    assert peak.bytes is not None
-    return peak.bytes - held
-
-
-def release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def check_same(path: Path, seen: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse to go on from a file that other settings made: its figures would be taken for those of these."""
+    if off := [k for k in wanted if seen.get(k) != wanted[k]]:
+        raise HapError(
+            f"{path} was made with {off[0]} {seen.get(off[0])}; expected {wanted[off[0]]}. Give the settings that made "
+            "it, or other folders with --out and --work"
+        )
 
 
 def status(chosen: Sequence[Job], folders: Folders) -> dict[str, list[str]]:

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hap.experiments.glue import Campaign, Job, fast_products
+from torch import nn
+
+from hap.data.glue import Encoded
+from hap.experiments.device_use import use_of
+from hap.experiments.glue import Campaign, Job
+from hap.experiments.tuning import Tuning, precision_of, tune
 from hap.files import write_json
 from hap.provenance import provenance
 
 KIND, FORMAT = "hap-head-costs", 1
-MEASURED = (("gauss-newton", 8), ("gauss-newton", 16), ("gauss-newton", 32), ("gradient", 16), ("hessian", 16))
+MEASURED = (
+    ("gauss-newton", 16), ("gauss-newton", 32), ("gradient", 16), ("gradient", 32), ("hessian", 8), ("hessian", 16),
+    ("hessian", 64),
+)  # fmt: skip
 """Criteria, and how many texts they look at together, which their memory depends on."""
 
 
 def measure(campaign: Campaign, task: str, out: Path) -> dict[str, Any]:
-    """Fine-tune a network on the task, score its heads in several ways, and write down what each took."""
-    with fast_products(campaign.device):
-        model, dense = campaign.train_dense(Job(task, MEASURED[0][0], 0))
-        rows = []
-        for criterion, size in MEASURED:
-            taken = campaign.score(Job(task, criterion, 0), model, size)[1]
-            memory = taken["peak_memory"] and taken["peak_memory"] / dense["step_memory"]
-            ratios = {"of_an_epoch": taken["seconds"] / dense["seconds_per_epoch"], "of_a_step": memory}
-            rows.append({"criterion": criterion, **taken, **ratios})
+    """Fine-tune a network on the task, score its heads in several ways, and write down what each took.
+
+    Time is held against an epoch of that fine-tuning, which on CUDA is recorded and so as fast as it gets, and against
+    one of plain steps; memory against the most that a plain step of that epoch needs.
+    """
+    first = Job(task, MEASURED[0][0], 0)
+    model, dense = campaign.train_dense(first)
+    tuning = campaign.settings.tuning("dense", first)
+    plain = plain_epoch(model, campaign.training_set(task), tuning)
+    rows = []
+    for criterion, size in MEASURED:
+        taken = campaign.score(Job(task, criterion, 0), model, size, warm_up=True)[1]
+        memory = taken["peak_memory"] and taken["peak_memory"] / plain["step_memory"]
+        epochs = {"of_an_epoch": dense["seconds_per_epoch"], "of_a_plain_epoch": plain["seconds"]}
+        ratios = {name: taken["seconds"] / seconds for name, seconds in epochs.items()}
+        rows.append({"criterion": criterion, **taken, **ratios, "of_a_step": memory})
     record = {
-        "kind": KIND, "format": FORMAT, "task": task, "model": campaign.model_facts(), "dense": dense, "rows": rows,
-        "tuning": campaign.settings.dense.to_dict(), "device": str(campaign.device),
+        "kind": KIND, "format": FORMAT, "task": task, "model": campaign.model_facts(), "dense": dense, "plain": plain,
+        "rows": rows, "tuning": tuning.to_dict(), "probes": campaign.settings.probes, "device": str(campaign.device),
+        "precision": precision_of(campaign.device),
     } | provenance(campaign.revision)  # fmt: skip
     write_json(out, record)
     return record
+
+
+def plain_epoch(model: nn.Module, data: Encoded, tuning: Tuning) -> dict[str, Any]:
+    """Seconds of an epoch of steps that are not recorded, on a copy that is thrown away, and the memory that its
+    largest step needs, None where that is not counted."""
+    device, held = data.labels.device, sum(p.numel() * p.element_size() for p in model.parameters())
+    with use_of(device) as use:
+        steps = tune([copy.deepcopy(model)], data, replace(tuning, epochs=1), graphs=False)[0].steps
+    memory = None if use.peak_memory is None else use.peak_memory - held  # the model itself is there as well
+    return {"seconds": use.seconds, "steps": steps, "step_memory": memory}

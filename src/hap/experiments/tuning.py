@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hap.data.glue import Batch, Encoded
 from hap.errors import HapError
 from hap.examples import evaluating
-from hap.training.graph import Captured, Step, in_turn
+from hap.training.graph import WARM_UP_STEPS, Captured, Step, in_turn
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ def tune(models: Sequence[nn.Module], data: Encoded, tuning: Tuning, graphs: boo
         for step, batch in zip(range(total), _batches(data, tuning), strict=False):
             width = next(iter(batch[0].values())).shape[1]
             if width not in feeds:
-                feeds[width] = _Feed(batch, runs, pool)
+                feeds[width] = _Feed(batch, runs, pool, 1 if feeds else WARM_UP_STEPS)
             feeds[width].put(batch)
             for run in runs:
                 run.set_rate(tuning.rate(step, total))
             feeds[width].step()
             for run in runs if step + 1 in marks else ():
                 run.note_loss()
+    losses = [run.losses() for run in runs]  # waits for the device
     seconds = time.monotonic() - begun
-    losses = [run.losses() for run in runs]
     return [Tuned(loss, total, seconds, len(runs)) for loss in losses]
 
 
@@ -115,13 +115,14 @@ def _training(models: Sequence[nn.Module]) -> Iterator[None]:
 class _Feed:
     """The fixed tensors that a step reads for texts of one padded length, and the step of all runs on them.
 
-    A step leaves nothing behind but weights, so the recordings of all lengths share one `pool` of memory.
+    A step leaves nothing behind but weights, so the recordings of all lengths share one `pool` of memory. It runs
+    `warm_up` times before it is recorded: once is enough where another length came before.
     """
 
-    def __init__(self, batch: Batch, runs: Sequence[_Run], pool: Any):
+    def __init__(self, batch: Batch, runs: Sequence[_Run], pool: Any, warm_up: int):
         self.inputs, self.labels = {k: v.clone() for k, v in batch[0].items()}, batch[1].clone()
         steps: list[Step] = [partial(run.step, self.inputs, self.labels) for run in runs]
-        self.step: Callable[[], None] = in_turn(steps) if pool is None else Captured(steps, pool)
+        self.step: Callable[[], None] = in_turn(steps) if pool is None else Captured(steps, pool, warm_up)
 
     def put(self, batch: Batch) -> None:
         for name, values in batch[0].items():
@@ -194,6 +195,11 @@ class FilledScalars(TorchFunctionMode):
 def precise(device: torch.device) -> AbstractContextManager[Any]:
     """bf16 on CUDA, else full precision. Casts are not cached: they would outlive the recording of a graph."""
     return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if device.type == "cuda" else nullcontext()
+
+
+def precision_of(device: torch.device) -> str:
+    """What `precise` computes in, in words. Weights and the optimizer's averages are in float32 everywhere."""
+    return "bf16 products, float32 weights" if device.type == "cuda" else "float32"
 
 
 def predict(model: nn.Module, data: Encoded, size: int = 256) -> tuple[Tensor, Tensor]:

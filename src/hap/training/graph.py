@@ -31,16 +31,16 @@ class Captured:
     before its step, and the caller's waits for all of them after, in the graph as outside.
     """
 
-    def __init__(self, steps: list[Step], pool: Any = None) -> None:
+    def __init__(self, steps: list[Step], pool: Any = None, warm_up: int = WARM_UP_STEPS) -> None:
         """Graphs that share a `pool` of memory must not need anything that another one leaves there."""
-        self.steps, self.pool = steps, pool
+        self.steps, self.pool, self.warm_up = steps, pool, warm_up
         self.streams = [torch.cuda.Stream() for _ in steps]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 
     def __call__(self) -> None:
         self.calls += 1
-        if self.calls <= WARM_UP_STEPS:
+        if self.calls <= self.warm_up:
             self._fork_and_join()
             return
         if self.graph is None:
