@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -102,6 +103,16 @@ def check_runs(model: nn.Module, example: Any) -> None:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise HapError(f"{type(model).__name__} does not run on this example: {reason}") from error
+
+
+def running_modules(error: BaseException | None) -> list[nn.Module]:
+    """The modules whose forward was running when this was raised, as far as its traceback and its causes tell."""
+    found: list[nn.Module] = []
+    while error is not None:
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        found += [module for frame in frames if isinstance(module := frame.f_locals.get("self"), nn.Module)]
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _inline_regions(module: fx.GraphModule) -> None:

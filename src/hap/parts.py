@@ -8,6 +8,7 @@ whatever prunes the view prunes the model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export
+from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.errors import HapError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,22 +55,48 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
 
 def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
-    """The same, with what torch.export captures of the view: that takes as long as all the rest.
+    """The same, with what torch.export captures of the view: that takes as long as all the rest."""
+    return _captured(model, *_calls(model, example))
 
-    What keeps torch.export from a module is most often a choice by value, which running the model shows. So the largest
-    modules without one are captured all at once, and one by one only where that fails.
+
+def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
+    """A view of the largest parts that do not choose by value, if the model is seen to do so when it runs; else None.
+
+    torch.export finds that out too, but only after it has captured all that comes before the choice. Models whose code
+    does not look like it are not run. Whether torch.export captures the view is not known yet.
     """
+    if not may_choose(model):
+        return None
     calls, choosing = _calls(model, example)
-    able = {n: m for n, m in model.named_modules() if n in calls and n not in choosing and _has_parameters(m)}
-    view = _view(model, calls, _outermost(able, lambda name: True))
-    try:
-        return view, captured(view, view.example)
-    except Exception:  # whatever it is, it need not be in all of them
-        view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
-        return view, capture(view, view.example)
+    return _view(model, calls, _outermost(_able(model, calls, choosing))) if WHOLE in choosing else None
 
 
-def _outermost(names: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
+def _captured(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]) -> tuple[Parts, Captured]:
+    """What keeps torch.export from a module is most often a choice by value, which running the model shows.
+
+    So the largest modules without one are captured all at once. Where that fails, those that were running are left out
+    for the modules inside of them; where none was, each is tried by itself.
+    """
+    able = _able(model, calls, choosing)
+    blamed = {WHOLE}
+    while blamed:
+        view = _view(model, calls, _outermost(able))
+        try:
+            return view, captured(view, view.example)
+        except Exception as error:  # whatever it is, it need not be in all of them
+            running = {id(module) for module in running_modules(error)}
+        blamed = {name for name, module in able.items() if id(module) in running}
+        able = {name: module for name, module in able.items() if name not in blamed}
+    view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
+    return view, capture(view, view.example)
+
+
+def _able(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]) -> dict[str, nn.Module]:
+    """Modules that ran and chose nothing, outer ones first."""
+    return {name: module for name, module in model.named_modules() if name in calls and name not in choosing}
+
+
+def _outermost(names: Iterable[str], fits: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Those of these modules that fit and are not inside of others that do. Outer ones come first."""
     found: list[str] = []
     for name in names:
@@ -88,6 +115,31 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+WHOLE = ""
+"""The name of the model itself among its modules."""
+
+CHOICES = {"argwhere", "batched_nms", "masked_select", "nms", "nonzero", "unique"}
+"""Names of functions whose result is as long as values tell."""
+
+
+def may_choose(model: nn.Module) -> bool:
+    """Whether the code of a forward, or of a method that it calls, names such a function."""
+    return any(not CHOICES.isdisjoint(_names(kind)) for kind in {type(module) for module in model.modules()})
+
+
+def _names(kind: type[nn.Module]) -> set[str]:
+    """What the code of a class names, from its forward on."""
+    found: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        code = getattr(inspect.unwrap(getattr(kind, waiting.pop())), "__code__", None)
+        new = set(code.co_names) - found if code is not None else set()
+        found |= new
+        own = {name for name in new if not hasattr(nn.Module, name)}
+        waiting += [name for name in own if inspect.isfunction(getattr(kind, name, None))]
+    return found
+
+
 class _Choices(TorchDispatchMode):
     """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it."""
 
@@ -95,11 +147,19 @@ class _Choices(TorchDispatchMode):
         super().__init__()
         self.running: list[str] = []
         self.choosing: set[str] = set()
+        self.active = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags and (func is not INDEX or _by_mask(args[1])):
-            self.choosing |= {name for name in self.running if name}
+            self.choosing.update(self.running)
         return func(*args, **(kwargs or {}))
+
+    def attend(self) -> None:
+        """Listen as long as there is something to learn of a module that runs."""
+        wanted = not self.choosing.issuperset(self.running)
+        if wanted != self.active:
+            self.active = wanted
+            self.__enter__() if wanted else self.__exit__(None, None, None)
 
 
 INDEX = torch.ops.aten.index.Tensor
@@ -120,29 +180,28 @@ def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[Call]], set[s
 
 @contextmanager
 def _recording(model: nn.Module, calls: dict[str, list[Call]], choices: _Choices) -> Iterator[None]:
-    """Notes calls of modules, and what these choose; what the model does between them is left alone."""
+    """Notes calls of submodules, and which modules choose."""
 
     def enter(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not choices.running:
-                choices.__enter__()
             choices.running.append(name)
-            calls.setdefault(name, []).append(pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
+            choices.attend()
+            if name != WHOLE:
+                calls.setdefault(name, []).append(pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
 
         return record
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         choices.running.pop()
-        if not choices.running:
-            choices.__exit__(None, None, None)
+        choices.attend()
 
     def stop() -> None:
-        if choices.running:  # something raised
-            choices.__exit__(None, None, None)
+        choices.running.clear()  # there are some if something raised
+        choices.attend()
 
     with ExitStack() as stack:
         stack.callback(stop)
-        for name, module in ((n, m) for n, m in model.named_modules() if n and _has_parameters(m)):
+        for name, module in ((n, m) for n, m in model.named_modules() if n == WHOLE or _has_parameters(m)):
             stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
         yield

@@ -16,7 +16,7 @@ from hap.examples import describe, run
 from hap.groups import Groups
 from hap.implants import Implant, NarrowHeads, as_implant
 from hap.narrowing import narrowable
-from hap.parts import Parts, captured_parts
+from hap.parts import Parts, captured_parts, view_where_it_chooses
 from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
 from hap.plans import Plan
 from hap.scoring import Criterion, score
@@ -79,19 +79,23 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
 def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],
             stream: bool) -> tuple[Groups, Parts | None]:  # fmt: skip
     """The groups of the model, or those of a view of its parts where it cannot be captured as a whole."""
+    view = view_where_it_chooses(model, example)
+    subject, inputs = (model, example) if view is None else (view, view.example)
     try:
-        return trace(model, example, coupling, ignore, stream), None
+        groups = trace(subject, inputs, coupling, ignore, stream)
     except CaptureError:
         view, captured = captured_parts(model, example)
         groups = trace_captured(captured, view, view.example, coupling, ignore, stream)
-        names = ", ".join(dict.fromkeys(view.names))
-        warnings.warn(
-            f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: {names}; what "
-            "passes between them is kept",
-            stacklevel=3,
-        )
-        curved = groups.curved or "what happens between the parts is not known"
-        return replace(groups, curved=curved, example=describe(example)), view
+    if view is None:
+        return groups, None
+    names = ", ".join(dict.fromkeys(view.names))
+    warnings.warn(
+        f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: {names}; what "
+        "passes between them is kept",
+        stacklevel=3,
+    )
+    curved = groups.curved or "what happens between the parts is not known"
+    return replace(groups, curved=curved, example=describe(example)), view
 
 
 def _check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:

@@ -20,7 +20,7 @@ from hap.examples import call_arguments, run
 from hap.experiments.zoo_clock import Clock, OutOfTime, failure, reason
 from hap.experiments.zoo_models import build
 from hap.groups import Groups
-from hap.parts import captured_parts, captures, parts
+from hap.parts import captured_parts, captures, parts, view_where_it_chooses
 from hap.tracing import trace_captured
 
 Record = dict[str, Any]
@@ -45,14 +45,17 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
     clock, alone = Clock(limit), Clock(limit)
     try:
         model, example = build(spec)
-        subject, inputs, ways, outline = model, example, dict(_WAYS), None
-        if not _captures_alone(model, example, alone):
-            clock.seconds["parts"] = alone.seconds.pop("export")  # finding out is a part of pruning
-            outline = _outline(run(model, example))
+        ways, outline = dict(_WAYS), None
+        view = clock("parts", lambda: view_where_it_chooses(model, example))
+        subject, inputs = (model, example) if view is None else (view, view.example)
+        if not _captures_alone(subject, inputs, alone):
+            clock.seconds["parts"] += alone.seconds.pop("export")  # finding out is a part of pruning
             view, captured = clock("parts", lambda: captured_parts(model, example))
             subject, ways["in place"] = view, lambda v, i: (v, trace_captured(captured, v, i, "joint", (), False))
-            record["parts"], inputs = list(dict.fromkeys(view.names)), view.example
             _captures_alone(view, view.example, alone)
+        if view is not None:
+            inputs, outline = view.example, _outline(run(model, example))
+            record["parts"] = list(dict.fromkeys(view.names))
         subject, groups, plan = _planned(subject, inputs, flops, clock, record, ways)
         clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
         count = hap.cost(subject, inputs)
