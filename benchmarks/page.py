@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from hap.files import write_atomic
-from hap.report.results import table
+from hap.report.markdown import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "benchmarks"

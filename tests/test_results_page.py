@@ -75,16 +75,31 @@ def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> Non
     text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936, 0.935])
                        | seeds("resnet56-paper-implant-centre-40.7", [0.93]))  # fmt: skip
     assert row_of(text, "HAP", "38.74, 41.53") == [
-        "HAP", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)", "93.85", "38.74, 41.53", "93.38", "yes",
+        "[HAP](../results/cifar10/resnet56-paper-hap-38.74-seed0.json)", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)",
+        "93.85", "38.74, 41.53", "93.38", "yes",
     ]  # fmt: skip
-    assert row_of(text, "HAP + Implant", "40.70")[3:] == [
+    assert row_of(text, "[HAP + Implant]", "40.70")[3:] == [
         "93.00 (1 of 3 seeds)",
         "93.85",
         "40.70",
         "93.55",
         "no (-0.55)",
     ]
-    assert row_of(text, "HAP, at 21%")[3] == "not run yet"
+    assert re.search(r"^Not run yet: .*HAP at 33.99, 28.85, 22.86, 21% of the FLOPs", text, re.MULTILINE)
+
+
+def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_path: Path) -> None:
+    base = "resnet56-paper"
+    dead = {"network": "a", "init": "zero", "implants": 9, "zero": 7, "negative_bias": 8, "zero_and_negative_bias": 6}
+    write_json(tmp_path / "results" / "implants-from-zero.json", {"rows": [dead, dead | {"init": "center"}]})
+    text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.93]) | seeds(f"{base}-hap-per-cost-38.74", [0.934])
+                       | seeds(f"{base}-implant-40.7", [0.92]))  # fmt: skip
+    found = text.partition("## Where the paper's figure is not reached")[2].partition("\n## ")[0]
+    assert row_of(found, "HAP, at 38.74%")[1:] == ["-0.38", "41.53, 41.53", "not run yet", "+0.02"]
+    assert row_of(found, "from zero, at 40.7%")[1:] == ["-1.55", "33.00, not given", "", "not run yet"]
+    assert "7 of 9 in a (6)." in found and "per cost, at 38.74%" not in found
+    text, _ = rendered(tmp_path / "other", seeds(f"{base}-hap-38.74", [0.94]))
+    assert "not reached" not in text
 
 
 def test_a_larger_network_is_not_as_good(tmp_path: Path) -> None:
@@ -105,7 +120,7 @@ def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert row_of(text, "HAP above Magnitude")[2] == "held at 0 of 1 sizes, 1 within the noise, 3 not run yet"
     assert "-1.50 ± 0.12 (not held)" in text
-    assert row_of(text, "HAP + Implant above Low rank")[2] == "not run yet"
+    assert "ResNet56, HAP + Implant above Low rank" in text.partition("Not run yet: ")[2].partition("\n")[0]
 
 
 def test_one_seed_against_one_without_known_noise_is_judged_by_its_sign() -> None:

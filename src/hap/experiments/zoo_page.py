@@ -12,7 +12,7 @@ from textwrap import fill
 from hap.errors import HapError
 from hap.experiments.zoo_summary import EQUAL, FAMILY_HEADS, Record, failures, family_rows, sentences, summary
 from hap.files import write_atomic
-from hap.report.results import table
+from hap.report.markdown import table
 
 BEGIN, END = "<!-- from results/zoo.json by python -m hap.experiments.zoo_page -->", "<!-- end of it -->"
 

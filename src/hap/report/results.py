@@ -10,10 +10,24 @@ from pathlib import Path
 from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import BEST, DENSE, HAP_ROWS, jobs, short
 from hap.files import write_atomic
+from hap.report.markdown import (
+    NOT_RUN,
+    accuracy,
+    as_good,
+    budget,
+    command,
+    in_paper,
+    left,
+    linked,
+    number,
+    result_table,
+    table,
+    to_paper,
+    unrun,
+)  # fmt: skip
 from hap.report.rows import Comparison, Record, Row, compare, make_rows, read_records, spread
 from hap.zoo import Entry
 
-NOT_RUN = "not run yet"
 PAPER_SECONDS = {"wide_resnet32": 120, "resnet56": 61, "preresnet29": 81}
 """The paper's seconds for 300 probes, on a Titan Xp."""
 ABLATION_CHANNELS = {38.74: 50, 33.99: 45, 28.85: 40, 22.86: 31}
@@ -74,82 +88,6 @@ def _figures(rows: Sequence[Row], records: Mapping[str, Record]) -> dict[str, st
     return {name: results_charts.as_svg(figure) for name, figure in found.items()}
 
 
-# ---- pieces of markdown -------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with text on the left of its first column and numbers on the right of the others."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def command(target: str) -> str:
-    return f"`hap reproduce {target} --data data/cifar10`"
-
-
-def accuracy(row: Row) -> str:
-    """Mean and standard deviation over the seeds that have run, and how many of how many those are."""
-    if not row.records:
-        return NOT_RUN
-    values, wanted = row.accuracies, len(row.jobs)
-    seeds = f"{len(values)} seeds" if len(values) > 1 else "1 seed"
-    if len(values) < wanted:
-        seeds = f"{len(values)} of {wanted} seeds"
-    deviation = f" ± {spread([row]):.2f}" if len(values) > 1 else ""
-    return f"{row.mean:.2f}{deviation} ({seeds})"
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def left(row: Row, kind: str) -> str:
-    return number(row.share(kind), 2) if row.records else ""
-
-
-def _paper(row: Row, key: str) -> float | None:
-    return (row.job.paper or {}).get(key)
-
-
-def result_table(rows: Sequence[Row], with_paper: bool = True) -> str:
-    """FLOPs, params and accuracy, ours and with `with_paper` the paper's beside them. Nothing run: no table."""
-    if not any(row.records for row in rows):
-        return unrun(rows)
-    head = ["", "FLOPs left %", "params left %", "accuracy %", "its dense network %"]
-    lines = [
-        [row.label if row.records else f"{row.label}, {_budget(row)}", left(row, "macs"), left(row, "params"),
-         accuracy(row), number(row.dense, 2) if row.records else ""]
-        for row in rows
-    ]  # fmt: skip
-    if with_paper:
-        head += ["paper: FLOPs, params", "paper: accuracy", "as good"]
-        for row, line in zip(rows, lines, strict=True):
-            sizes = ", ".join(number(_paper(row, k), 2) for k in ("flops", "params") if _paper(row, k) is not None)
-            line += [sizes, number(_paper(row, "accuracy"), 2), _as_good(row)]
-    return table(head, lines)
-
-
-def unrun(rows: Sequence[Row]) -> str:
-    """What will be here."""
-    return f"{NOT_RUN.capitalize()}: {'; '.join(f'{row.label} {_budget(row)}' for row in rows)}."
-
-
-def _budget(row: Row) -> str:
-    kind, percent = row.budget
-    return f"at {percent:g}% of the {'FLOPs' if kind == 'flops' else 'parameters'}"
-
-
-def _as_good(row: Row) -> str:
-    """Whether ours is at least as accurate, to the paper's two digits, and not larger."""
-    wanted = _paper(row, "accuracy")
-    if not row.records or wanted is None or not row.label.startswith("HAP"):
-        return ""
-    for kind, key in (("macs", "flops"), ("params", "params")):
-        if row.share(kind) > (_paper(row, key) or 100) + 0.005:
-            return "larger"
-    return "yes" if round(row.mean, 2) >= wanted else f"no ({row.mean - wanted:+.2f})"
-
-
 def _picture(page: Page, name: str, words: str) -> str:
     return f"![{words}]({page.figures[name]})" if name in page.figures else ""
 
@@ -165,10 +103,13 @@ def opening(page: Page) -> str:
 
 This page is written by `hap reproduce all --render` from the files in [results/cifar10](../results/cifar10), one per
 run, with configuration, seed, curve, source revision, hardware and date. {len(trained)} of {wanted} runs are there,
-made on {machines}; the others say so and have no figure. `hap reproduce all --status` lists them all.
+made on {machines}; the others are named and have no figure. `hap reproduce all --status` lists them all. The name of
+a row leads to the result of its first seed. The command above a table makes what it lacks; with folders of its own
+(`--results`, `--networks`, `--work`) it makes all of it anew. Networks to take away, below, are checked in a minute.
 
 - Accuracy is on the 10,000 test images after the LAST epoch, in per cent; with several seeds mean ± standard deviation.
   The paper's public code reports the best of all epochs on the same images.
+- "Dense network" is the one that a pruned network was made from: seed by seed the same for all methods of a table.
 - FLOPs are multiply-adds of convolutions and linear layers. Rows of HAP and HAP + Implant are at no more FLOPs, and
   where the paper gives them at no more parameters, than the paper's.
 - Protocol `paper` is the paper's fine-tuning (160 epochs, batch 64, learning rate 0.02, weight decay 4e-4, step decay),
@@ -185,8 +126,11 @@ def claims(page: Page) -> str:
         lines.append(_claim("ResNet56", "HAP", below, ablation, page))
     for above, below in (("HAP, per cost", "HAP"), ("HAP, per cost", "HAP, 3 probes"), ("HAP, 3 probes", "Random")):
         lines.append(_claim("ResNet56", above, below, ranked, page))
-    lines.append(_claim("ResNet56", "HAP + Implant", "HAP", meeting, page))
-    lines.append(_claim("ResNet56", "HAP + Implant", "Low rank", page.of("implants"), page))
+    for below in ("HAP", "HAP + Implant, from zero", "Low rank"):
+        lines.append(_claim("ResNet56", "HAP + Implant", below, meeting, page))
+    for above in ("HAP", "HAP + Implant"):
+        for below in dict.fromkeys(row.label for row in meeting if row.label.startswith("Torch-Pruning")):
+            lines.append(_claim("ResNet56", above, below, meeting, page))
     for model, name in (("preresnet29", "PreResNet29"), ("wide_resnet32", "WideResNet32")):
         curves = page.of("curves", model)
         for above, below in (("HAP", "EigenDamage"), ("HAP", "Magnitude"), ("HAP + Implant", "HAP")):
@@ -199,7 +143,12 @@ def claims(page: Page) -> str:
         else "No pruned network has run with several seeds yet, so how much of a difference is noise is not known."
     )
     head = ["network", "claim, at equal size", "verdict", "differences in points of accuracy"]
-    return f"## Claims\n\n{table(head, lines).replace('---:', '---')}\n\n{noise}"
+    told = [line for line in lines if line[2] != NOT_RUN]
+    waiting = "; ".join(f"{network}, {claim}" for network, claim, verdict, _ in lines if verdict == NOT_RUN)
+    parts = ["## Claims", "What the tables below say of the paper's claims, and of some of ours."]
+    parts += [table(head, told).replace("---:", "---")] if told else []
+    parts += [f"{NOT_RUN.capitalize()}: {waiting}."] if waiting else []
+    return "\n\n".join([*parts, noise])
 
 
 def _claim(network: str, above: str, below: str, rows: Sequence[Row], page: Page) -> list[str]:
@@ -221,6 +170,50 @@ def _difference(c: Comparison) -> str:
     return f"{c.percent:g}% {'FLOPs' if c.kind == 'flops' else 'params'}: {c.difference:+.2f}{error} ({c.verdict})"
 
 
+def behind(page: Page) -> str:
+    """Rows of the paper that are not reached, and what the results say of the reason."""
+    rows = [*page.of("resnet56"), *page.of("implants"), *page.of("vgg16"), *page.of("preresnet29")]
+    rows = [row for row in {row.name: row for row in rows}.values() if as_good(row).startswith("no")]
+    if not rows:
+        return ""
+    lines = []
+    for row in rows:
+        sizes = f"{left(row, 'params')}, {number(in_paper(row, 'params'), 2) or 'not given'}"
+        others = [_to_paper_by(page, row, words) for words in ("3 probes", "per cost")]
+        name = linked(row, f"{NAMES[row.job.model]}, {row.label}, {budget(row)}")
+        lines.append([name, number(to_paper(row), 2), sizes, *others])
+    head = ["", "points to the paper", "params left %: ours, paper's", "ranked by 3 probes", "ranked per cost"]
+    text = """On ResNet56 exact sensitivity is lowest in late layers, where channels have many parameters and few FLOPs,
+so at the paper's FLOPs far fewer parameters stay than in the paper. That is what differs; whether it is the reason, the
+last two columns tell: points to the paper when sensitivity is estimated by 3 probes, or weighed by what a channel
+costs, either of which leaves about the paper's share."""
+    parts = ["## Where the paper's figure is not reached", text, table(head, lines), _dead_implants(page)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _to_paper_by(page: Page, row: Row, words: str) -> str:
+    """Points to the paper of the same row under another ranking."""
+    wanted = f"{row.label.removesuffix(', from zero')}, {words}"
+    found = [other for other in page.of("rankings") if other.label == wanted and other.budget == row.budget]
+    if not found:
+        return ""
+    above = to_paper(found[0])
+    return NOT_RUN if above is None else f"{above:+.2f}"
+
+
+def _dead_implants(page: Page) -> str:
+    record = page.records.get("implants-from-zero")
+    if record is None:
+        return ""
+    rows = [row for row in record["rows"] if row["init"] == "zero"]
+    counts = ["{zero} of {implants} in {network} ({zero_and_negative_bias})".format(**row) for row in rows]
+    return f"""Implants that start at zero, as in the public code, hardly train. After the last epoch these are still
+exactly zero, in brackets those of them before a BatchNorm whose bias is negative in the dense network:
+{"; ".join(counts)}.
+BatchNorm makes its bias of zeros, a ReLU passes nothing of what is negative, and no gradient comes back. In all other
+rows implants start at the centre of the kernel that they replace. `python benchmarks/implants_from_zero.py` counts."""
+
+
 def dense(page: Page) -> str:
     lines = []
     for row in sorted(page.of("dense"), key=lambda row: list(NAMES).index(row.job.model)):
@@ -240,7 +233,8 @@ def resnet56(page: Page) -> str:
     text = """Channels go in the order of their sensitivity, found exactly. It is lowest in late layers, where a channel
 has many parameters and few FLOPs: at the paper's FLOPs, far fewer parameters are left than in the paper. "3 probes"
 estimates it by as many probes as the public code takes unless told otherwise, which leaves about the paper's shares of
-both (see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and in FLOPs."""
+both (see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and in FLOPs, which
+the paper does not."""
     picture = _picture(page, "resnet56", "ResNet56: accuracy against FLOPs left")
     return "\n\n".join(
         part for part in ("## ResNet56, protocol paper", command("resnet56"), text, result_table(rows), picture) if part
@@ -256,7 +250,8 @@ def ablation(page: Page) -> str:
 
 def implants(page: Page) -> str:
     rows = sorted(page.of("implants"), key=lambda row: (-row.budget[1], row.label))
-    text = "HAP + Implant against HAP and against plain low rank (1x1 in place of random channels) at the same FLOPs."
+    text = """HAP + Implant against HAP and against plain low rank (1x1 in place of random channels) at the same FLOPs.
+Implants and low rank start at the centre of the kernel that they replace; "from zero" as in the public code."""
     return f"## Implants\n\n{command('implants')}\n\n{text}\n\n{result_table(rows)}"
 
 
@@ -277,8 +272,8 @@ def best(page: Page) -> str:
     for row in page.of("best"):
         figure, who = published[(short(row.job.model), *row.budget)]
         beaten = ("yes" if row.mean > figure else f"no ({row.mean - figure:+.2f})") if row.records else ""
-        name = f"{NAMES[row.job.model]}, {row.label}, {_budget(row)}"
-        lines.append([name, left(row, "macs"), left(row, "params"), accuracy(row),
+        name = f"{NAMES[row.job.model]}, {row.label}, {budget(row)}"
+        lines.append([linked(row, name) if row.records else name, left(row, "macs"), left(row, "params"), accuracy(row),
                       number(row.dense, 2) if row.records else "", f"{figure:.2f} ({who})", beaten])  # fmt: skip
     head = ["", "FLOPs left %", "params left %", "accuracy %", "its dense network %", "best published there", "beaten"]
     return f"## Protocol best\n\n{command('best')}\n\n{table(head, lines)}"
@@ -379,6 +374,6 @@ def zoo(page: Page) -> str:
 
 
 SECTIONS: tuple[Callable[[Page], str], ...] = (
-    opening, claims, dense, resnet56, ablation, implants, vgg16, preresnet29, best, head_to_head, curves, sensitivity,
-    zoo,
+    opening, claims, behind, dense, resnet56, ablation, implants, vgg16, preresnet29, best, head_to_head, curves,
+    sensitivity, zoo,
 )  # fmt: skip
