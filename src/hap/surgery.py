@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from hap.calibration import pointwise_fits
-from hap.comparing import VALUES, difference, in_float64, is_float32, outputs
+from hap.comparing import TOLERANCE, VALUES, difference, in_float64, is_float32, outputs
+from hap.copying import deepcopied
 from hap.errors import HapError
 from hap.examples import imagine
 from hap.fewer_heads import FewerHeads
@@ -376,17 +376,17 @@ def _verify(
 
 def check_by_running(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None = None,
-    shorter: dict[str, Tensor] | None = None, wanted: list[Any] | None = None,
+    shorter: dict[str, Tensor] | None = None, wanted: list[Any] | None = None, gross: float | None = None,
 ) -> list[Any]:  # fmt: skip
     """Raise HapError unless the pruned model does on the example what the plan says. Changes nothing.
 
     It is held against the dense model with zeros in place of what goes; with `base`, a milder plan, against what that
     one leaves of the dense model, which runs faster. `shorter` holds what the plan leaves of tensors, where that is
     known, and `wanted` what that model with zeros returns, which is returned for the next time: in float64, where
-    float32 was not enough to tell.
+    float32 was not enough to tell. A difference of more than `gross` times the largest value is no rounding.
     """
     shorter = cut_tensors(model, plan) if shorter is None else shorter
-    problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted)
+    problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted, gross=gross)
     if problem and problem.startswith(VALUES):  # rounding, or a real difference? Float64 without short cuts tells.
         exact, again = model, example
         if is_float32(model):
@@ -400,7 +400,7 @@ def check_by_running(
 
 def _compare(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
-    shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True,
+    shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True, gross: float | None = None,
 ) -> tuple[str | None, list[Any]]:  # fmt: skip
     """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
@@ -418,7 +418,10 @@ def _compare(
         except Exception as error:
             why = f"the model with zeros in place of what goes fails with {_in_a_line(error)}"
             raise HapError(f"the pruned model cannot be checked, so nothing was changed: {why}") from error
-    return difference(wanted, seen, plan.exact), wanted
+    problem = difference(wanted, seen, plan.exact)
+    if problem and gross is not None and difference(wanted, seen, plan.exact, dict.fromkeys(TOLERANCE, gross)):
+        problem = f"beyond all rounding, {problem}"
+    return problem, wanted
 
 
 def _in_a_line(error: Exception) -> str:
@@ -504,10 +507,7 @@ def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
     for tensor in tensors.values():
         if isinstance(tensor, nn.Parameter):
             memo.setdefault(id(tensor), tensor)
-    for value in (v for module in model.modules() for v in vars(module).values()):
-        if type(value) in (dict, OrderedDict, set) and not value:  # a module has a dozen of them, slow to copy
-            memo[id(value)] = type(value)()
-    return copy.deepcopy(model, memo)
+    return cast(nn.Module, deepcopied(model, memo))
 
 
 def _worth_skipping(tensor: Tensor, name: str) -> bool:

@@ -37,6 +37,10 @@ MOST_BLAMED = 4
 """How often modules that fail are left out before groups are tried kind by kind."""
 
 
+GROSS = 0.1
+"""Outputs that differ by more than this, relative to the largest, are not run again in float64 to tell why."""
+
+
 SMALL = 12
 """Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
 SMALL_MODEL = 100
@@ -264,7 +268,7 @@ class Trial:
         return True, None
 
     def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
-        return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted)
+        return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
 
 
 def _prepared(model: nn.Module, groups: Groups, repeats: Repeats) -> nn.Module:
