@@ -147,17 +147,21 @@ class CostModel:
             axes_of[name].append(i)
         self._axes = np.concatenate([np.zeros(0, np.int64), *axes_of.values()]).astype(np.int64)
         self._ends = np.cumsum([len(axes) for axes in axes_of.values()], dtype=np.int64)
+        row = {name: i for i, name in enumerate(groups.shapes)}
+        self._trainable = np.array([row[n] for n in groups.trainable], dtype=np.int64)
+        self._positions = np.zeros(len(row), dtype=np.int64)  # of each element of a tensor that layers multiply whole
+        for term in groups.terms:
+            self._positions[row[term.weight]] += term.positions if term.part is None else 0
+        self._parts = [term for term in groups.terms if term.part is not None]
 
     def __call__(self, kept: Bools, grafted: Bools) -> Cost:
         """`kept` and `grafted` mark classes; a grafted class is also kept."""
         live = self.groups.alive(kept, grafted)
         lengths = self._lengths(live)
         sizes = self._sizes(lengths)
-        macs = {t.weight: 0 for t in self.groups.terms}
-        for term in self.groups.terms:
-            size = sizes[term.weight] if term.part is None else self._part(term, live)
-            macs[term.weight] += term.positions * size
-        params, total = sum(sizes[n] for n in self.groups.trainable), self.groups.fixed_macs + sum(macs.values())
+        params = int(sizes[self._trainable].sum())
+        total = self.groups.fixed_macs + int(self._positions @ sizes)
+        total += sum(term.positions * self._part(term, live) for term in self._parts)
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
         if isinstance(self.implant, ChannelImplant) and grafted.any():
@@ -179,13 +183,12 @@ class CostModel:
             size *= len(index) if classes is None else int(live[classes[index]].sum())
         return size
 
-    def _sizes(self, lengths: Any) -> dict[str, int]:
+    def _sizes(self, lengths: Any) -> Ints:
         """The number of values of each tensor: the product of its axes' lengths."""
         if not len(self._ends):
-            return {}
+            return np.zeros(0, dtype=np.int64)
         factors = np.append(lengths, 1)[self._axes]
-        products = self._fixed * np.multiply.reduceat(factors, np.append(0, self._ends[:-1]))
-        return dict(zip(self.groups.shapes, products.tolist(), strict=True))
+        return self._fixed * np.multiply.reduceat(factors, np.append(0, self._ends[:-1]))
 
     def _lengths(self, marked: Bools) -> Any:
         if not len(self._starts):

@@ -241,6 +241,8 @@ class _Search:
         Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
         share a part, keeping one unit can make another one cheaper.
         """
+        if self.implant is None and self.limits.round_to == 1 and not self.streams:
+            return self._fill_plain(kept), grafted
         before = -1
         while before != (before := int((kept & ~grafted).sum())):
             kept, grafted = self._fill_once(kept, grafted)
@@ -263,6 +265,28 @@ class _Search:
             else:
                 hopeless.add(kind)
         return kept, grafted
+
+    def _fill_plain(self, kept: Bools) -> Bools:
+        """The same where a unit more never makes another one cheaper: as many at a time as fit together."""
+        waiting = self.order[::-1]
+        while len(waiting := waiting[~kept[self.classes[waiting]]]):
+            low, high = 0, 1
+            while high <= len(waiting) and self._fit_too(kept, waiting[:high]):
+                low, high = high, 2 * high
+            high = min(high, len(waiting) + 1)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._fit_too(kept, waiting[:middle]) else (low, middle)
+            kept = kept.copy()
+            kept[self.classes[waiting[:low]]] = True
+            rest = waiting[low:]  # of which the first does not fit, and none of its kind
+            waiting = rest[self.kind[rest] != self.kind[rest[0]]] if len(rest) else rest
+        return kept
+
+    def _fit_too(self, kept: Bools, units: Ints) -> bool:
+        more = kept.copy()
+        more[self.classes[units]] = True
+        return self.fits(more, self.nothing)
 
     def _block(self, unit: int, whole: Bools) -> Ints | None:
         """The classes to give back with this unit so that `round_to` still holds, or None if that cannot be."""
