@@ -6,7 +6,9 @@ import copy
 import json
 import random
 import statistics
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ import hap
 from hap.cli import app
 from hap.data.glue import HELD_OUT, TASKS, Encoded, Texts, encode, metrics_of, read, read_tsv
 from hap.experiments import head_costs, head_latency
-from hap.experiments.glue import ORDER, Folders, criterion_of, jobs, status
+from hap.experiments.glue import ORDER, Folders, criterion_of, jobs, signal_of, status
 from hap.experiments.glue_report import NAMES, render
 from hap.experiments.tuning import FilledScalars, Tuning, _Run, predict, tune
 from huggingface import library, small
@@ -64,6 +66,37 @@ def test_a_development_set_alone_is_split_and_says_so(tmp_path: Path) -> None:
         read(tmp_path, "rte")
     with pytest.raises(hap.HapError, match="expected one of mrpc"):
         read(tmp_path, "cola")
+
+
+class Table(dict[str, list[Any]]):
+    """A split as the package datasets gives it."""
+
+    column_names = property(list)
+
+
+def test_reads_data_sets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, task: str) -> dict[str, Table]:
+        if (name, task) != ("nyu-mll/glue", "qnli"):
+            raise FileNotFoundError(f"{name} is not on the hub")
+        pair = Table(question=["why", "who"], sentence=["so", "me"], label=[1, 0], idx=[0, 1])
+        return {"train": pair, "validation": Table(question=["a"], sentence=["b"], label=[0], idx=[0])}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    corpus = read("nyu-mll/glue", "qnli")
+    assert (corpus.name, corpus.train) == ("qnli", Texts(("why", "who"), ("so", "me"), (1, 0)))
+    assert corpus.dev == Texts(("a",), ("b",), (0,))
+    with pytest.raises(hap.HapError, match="no folder nowhere, nor a data set with mrpc: nowhere is not on the hub"):
+        read("nowhere", "mrpc")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(hap.HapError, match="pip install datasets"):
+        read("nyu-mll/glue", "qnli")
+
+
+def test_signal_is_what_errors_leave_of_the_differences() -> None:
+    values, errors = torch.tensor([1.0, 3.0], dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)
+    assert signal_of(hap.Scores({"a": values})) is None
+    assert signal_of(hap.Scores({"a": values}, {"a": errors})) == pytest.approx(1 - 0.25 / 2)
+    assert signal_of(hap.Scores({"a": values}, {"a": 10 * errors})) == 0.0
 
 
 def test_metrics_by_hand() -> None:
@@ -258,7 +291,12 @@ def test_a_campaign_leaves_one_result_for_each_job(campaign: Path) -> None:
     hessian = json.loads((campaign / "results" / "sst2-hessian-seed0.json").read_text())
     settings = hessian["settings"]
     assert settings["criterion"]["probes"] == 3 and settings["tuning"]["after"]["most_steps"] == 1000
-    assert settings["calibration"] == 32 and hessian["device"] == "cpu" and hessian["precision"] == "float32"
+    assert (
+        0 <= hessian["scoring"]["signal"] <= 1
+        and settings["calibration"] == 32
+        and hessian["device"] == "cpu"
+        and hessian["precision"] == "float32"
+    )
 
 
 def test_what_is_done_is_not_done_again(campaign: Path) -> None:
@@ -330,6 +368,7 @@ def test_a_job_that_fails_does_not_keep_others_from_being_done(
 ) -> None:
     for name in ("model", "data", "work"):
         (tmp_path / name).symlink_to(campaign / name)
+    order = ("--criteria", "gradient,hessian")
     score = hap.score
 
     def fail(model: Any, groups: Any, batches: Any, loss: Any, criterion: Any) -> Any:
@@ -338,10 +377,12 @@ def test_a_job_that_fails_does_not_keep_others_from_being_done(
         return score(model, groups, batches, loss, criterion)
 
     monkeypatch.setattr("hap.score", fail)
-    failed = _glue(tmp_path)
+    failed = _glue(tmp_path, *order)
     assert failed.exit_code != 0 and "sst2-hessian-seed0 failed: a Hessian product is not finite" in failed.output
     assert "1 of the runs failed: sst2-hessian-seed0" in failed.output
     assert [p.stem for p in (tmp_path / "results").iterdir()] == ["sst2-gradient-seed0"]
+    first = _glue(tmp_path, *order, "--seeds", "2")  # what fails at once will fail everywhere
+    assert first.exit_code != 0 and "a Hessian product is not finite" in first.output and "seed1" not in first.output
 
 
 def test_status_and_time_limit(campaign: Path) -> None:

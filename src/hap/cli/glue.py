@@ -27,7 +27,10 @@ def glue(
     model: Annotated[
         str | None, typer.Option(help="A folder that from_pretrained reads, or a name that transformers can find.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder with TASK/train.tsv and TASK/dev.tsv.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="The folder with TASK/train.tsv and TASK/dev.tsv, or a name such as nyu-mll/glue."),
+    ] = None,
     results: Annotated[Path, typer.Option("--out", help="One result file per task, criterion and seed.")] = Path(
         "results/glue"
     ),
@@ -82,7 +85,7 @@ def glue(
         out().print(table(["run", "state"], [[name, what] for what, names in found.items() for name in names]))
         return
     if model is None or (data is None and not latency):
-        raise HapError("this needs --model and --data: a model's folder or name, and the folder with the tasks")
+        raise HapError("this needs --model and --data: a model's folder or name, and the folder or name of the tasks")
     where = pick_device(device)
     if latency:
         path = results / f"latency-{where.type}.json"

@@ -1,4 +1,4 @@
-"""GLUE tasks from tab-separated files: read, split, tokenised once, and kept on the device as padded integers."""
+"""GLUE tasks from tab-separated files or by name: read, split, tokenised once, kept on the device as padded integers."""
 
 from __future__ import annotations
 
@@ -71,15 +71,42 @@ class Corpus:
     dev: Texts
 
 
-def read(folder: str | Path, task: str) -> Corpus:
-    """A task from a folder that holds train.tsv and dev.tsv, itself or in a folder of the task's name.
-
-    Without train.tsv the development set is split: all but 1,500 examples to train on, those to be judged by.
-    """
+def read(source: str | Path, task: str) -> Corpus:
+    """A task from a folder that holds train.tsv and dev.tsv, itself or in a folder of the task's name; or, if there is
+    no such folder, from the data set of that name on Hugging Face's hub, such as nyu-mll/glue."""
     if task not in TASKS:
         raise HapError(f"task is {task!r}; expected one of {', '.join(TASKS)}")
-    info = TASKS[task]
-    places = [Path(folder) / name for name in info.folders] + [Path(folder)]
+    if Path(source).is_dir():
+        return _read_folder(Path(source), TASKS[task])
+    return _read_named(str(source), TASKS[task])
+
+
+def _read_named(name: str, info: Task) -> Corpus:
+    """A task by the name of a data set that the package datasets can find, with GLUE's splits and columns."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise HapError(
+            f"there is no folder {name}, and to find a data set of that name takes a package: pip install datasets"
+        ) from error
+    try:
+        found = datasets.load_dataset(name, info.name)
+        return Corpus(info, info.name, *(_from_table(name, found[split]) for split in ("train", "validation")))
+    except (OSError, ValueError, KeyError) as error:
+        raise HapError(f"there is no folder {name}, nor a data set with {info.name}: {error}") from error
+
+
+def _from_table(name: str, table: Any) -> Texts:
+    header = list(table.column_names)
+    label, first, second = _columns(name, header)
+    pairs = None if second is None else tuple(table[header[second]])
+    return Texts(tuple(table[header[first]]), pairs, tuple(_label(name, str(x)) for x in table[header[label]]))
+
+
+def _read_folder(folder: Path, info: Task) -> Corpus:
+    """Without train.tsv the development set is split: all but 1,500 examples to train on, those to be judged by."""
+    task = info.name
+    places = [folder / name for name in info.folders] + [folder]
     place = next((p for p in places if (p / "dev.tsv").is_file()), None)
     if place is None:
         raise HapError(f"{folder} holds no {task}: expected dev.tsv (and train.tsv) in {places[0]} or in {folder}")
@@ -96,8 +123,7 @@ def read_tsv(path: Path) -> Texts:
     """A file with a header line, in GLUE's own layouts: label, sentence1, sentence2, or the names of a task's own."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     header = lines[0].rstrip("\r").split("\t")
-    label, first = (_column(path, header, names) for names in (LABELS, FIRST))
-    second = next((header.index(n) for n in SECOND if n in header and header.index(n) != first), None)
+    label, first, second = _columns(path, header)
     rows = [line.rstrip("\r").split("\t") for line in lines[1:] if line.strip()]
     bad = next((i for i, row in enumerate(rows) if len(row) != len(header)), None)
     if bad is not None:
@@ -107,14 +133,21 @@ def read_tsv(path: Path) -> Texts:
     return Texts(tuple(row[first] for row in rows), pairs, labels)
 
 
-def _column(path: Path, header: list[str], names: Sequence[str]) -> int:
+def _columns(source: str | Path, header: list[str]) -> tuple[int, int, int | None]:
+    """Where the label and the sentences are; there is no second one in tasks of single sentences."""
+    label, first = (_column(source, header, names) for names in (LABELS, FIRST))
+    second = next((header.index(n) for n in SECOND if n in header and header.index(n) != first), None)
+    return label, first, second
+
+
+def _column(source: str | Path, header: list[str], names: Sequence[str]) -> int:
     for name in names:
         if name in header:
             return header.index(name)
-    raise HapError(f"{path} has the columns {', '.join(header)}; expected one named {' or '.join(names)}")
+    raise HapError(f"{source} has the columns {', '.join(header)}; expected one named {' or '.join(names)}")
 
 
-def _label(path: Path, text: str) -> int:
+def _label(path: str | Path, text: str) -> int:
     if text in ("0", "1"):
         return int(text)
     if text not in WORDS:

@@ -133,7 +133,7 @@ class Campaign:
 
     def __init__(self, model: str | Path, data: str | Path, folders: Folders, settings: Settings,
                  device: torch.device, note: str = "", revision: str | None = None, say: Say = print):  # fmt: skip
-        self.source, self.data, self.folders, self.settings = str(model), Path(data), folders, settings
+        self.source, self.data, self.folders, self.settings = str(model), data, folders, settings
         self.device, self.note, self.revision, self.say = device, note, revision, say
         self.library = load_transformers()
         self.tokenizer = self.library.AutoTokenizer.from_pretrained(self.source)
@@ -145,9 +145,10 @@ class Campaign:
     def work_off(self, chosen: Sequence[Job], seconds: float | None = None) -> None:
         """Run what has no result yet, in order; with `seconds`, begin nothing that is expected to end later.
 
-        A job that fails does not keep the others from being done; HapError names those that did at the end.
+        A job that fails does not keep the others from being done, unless it is the first: HapError names at the end
+        those that did.
         """
-        begun, longest, failed = time.monotonic(), 0.0, []
+        begun, longest, failed, done = time.monotonic(), 0.0, [], 0
         for job in [j for j in chosen if not self._is_done(j)]:
             started = time.monotonic()
             if seconds is not None and started - begun + 1.1 * longest > seconds:
@@ -155,7 +156,10 @@ class Campaign:
                 break
             try:
                 self.run(job)
+                done += 1
             except HapError as error:
+                if not done:
+                    raise
                 failed.append(job.name)
                 self.say(f"{job.name} failed: {error}")
             longest = max(longest, time.monotonic() - started)
@@ -181,6 +185,8 @@ class Campaign:
         begun = time.monotonic()
         dense, about = self._dense(job)
         scores, scoring = self.score(job, dense, self.settings.score_batch)
+        if (sure := scoring["signal"]) is not None:
+            self.say(f"{job.name}: {sure:.0%} of how scores differ is not noise of the probes")
         parts = self._parts(job, dense, scores)
         corpus, train, dev = self._corpus(job.task)
         result = {
@@ -273,7 +279,8 @@ class Campaign:
             with use_of(self.device) as use:
                 scores = hap.score(dense, groups, batches, loss_of, criterion)
         return scores, {"seconds": use.seconds, "peak_memory": use.peak_memory, "batch": size,
-                        "examples": sum(len(y) for _, y in batches), "about": scores.about}  # fmt: skip
+                        "examples": sum(len(y) for _, y in batches), "signal": signal_of(scores),
+                        "about": scores.about}  # fmt: skip
 
     # ---- pruned networks ------------------------------------------------------------------------------------
 
@@ -340,6 +347,17 @@ class Campaign:
 def loss_of(output: Any, target: Tensor) -> Tensor:
     """The loss of a Hugging Face classifier, as hap.score wants it."""
     return F.cross_entropy(output.logits.float(), target)
+
+
+def signal_of(scores: hap.Scores) -> float | None:
+    """The share of the variance of scores over heads that their standard errors do not explain; None without those.
+
+    Near 0 the ranking is chance, and more probes are needed.
+    """
+    if not scores.errors:
+        return None
+    values, errors = (torch.cat(list(found.values())) for found in (scores, scores.errors))
+    return max(0.0, 1.0 - float(errors.square().mean() / values.var()))
 
 
 def load_transformers() -> Any:
