@@ -1,4 +1,4 @@
-"""GLUE tasks from tab-separated files or by name: read, split, tokenised once, kept on the device as padded integers."""
+"""GLUE tasks from tab-separated files or by name: read, split, tokenised once, and kept padded on the device."""
 
 from __future__ import annotations
 
