@@ -142,6 +142,13 @@ def test_weights_of_next_to_nothing_do_not_hide_what_comes_before_them(scale: fl
     assert model[1].heads == 2
 
 
+def test_what_is_far_off_is_not_run_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubled = counting(monkeypatch, surgery, "in_float64")
+    model, x = nn.Sequential(nn.Linear(8, 8), Windowed(), nn.Linear(8, 5)), torch.randn(1, 12, 8)
+    assert followers(hap.trace(model, x, ignore=["0", "1.out"])) == {("1", "heads"), ("1", "width")}
+    assert not doubled
+
+
 class Averaging(nn.Module):
     """A norm by hand over channels, scaled by a reshaped vector."""
 

@@ -167,8 +167,11 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
-          implant: Implant | None = None) -> Plan:  # fmt: skip
-    """The plan that removes and implants these units and keeps all others. No budget, no limits."""
+          implant: Implant | None = None, cost: CostModel | None = None) -> Plan:  # fmt: skip
+    """The plan that removes and implants these units and keeps all others. No budget, no limits.
+
+    Who makes many of them passes the `cost` of the groups.
+    """
     groups = groups if implant is None else implant.prepared(groups)
     go = {n: _indices(groups, n, units) for n, units in removed.items()}
     turn = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
@@ -185,7 +188,7 @@ def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mappi
         able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
         if not able.all():
             raise HapError(f"unit {units[int(np.argmin(able))]} of {name!r} cannot be replaced by {implant}")
-    return assemble(groups, kept, grafted, implant)
+    return assemble(groups, kept, grafted, implant, cost)
 
 
 def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
@@ -198,7 +201,9 @@ def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
     return listed
 
 
-def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None) -> Plan:
+def assemble(
+    groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None, cost: CostModel | None = None
+) -> Plan:
     """Turn a marking of classes (kept, and of these implanted) into a plan."""
     live = groups.alive(kept, grafted)
     marks = {
@@ -213,7 +218,7 @@ def assemble(groups: Groups, kept: Bools, grafted: Bools, implant: Implant | Non
         keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
         if not np.array_equal(keep, np.arange(len(classes))):
             cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
-    cost = CostModel(groups, implant)
+    cost = cost or CostModel(groups, implant)
     nothing = np.zeros_like(kept)
     gone = set(np.flatnonzero(~live).tolist())
     turns = tuple(s for s in groups.spaces if grafted[groups[s.group].classes[s.unit]])
@@ -248,8 +253,11 @@ class _Sorting:
         for number, group in enumerate(groups.values(), 1):
             if grafted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
                 self.movable[group.classes] = True
+        self.natural = not self.movable.any()
 
     def order(self, classes: Ints, live: Bools) -> Ints:
+        if self.natural:
+            return np.flatnonzero(live[classes])
         block = self.block[classes]
         run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
         late = self.grafted[classes] & self.movable[classes]

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from hap.calibration import pointwise_fits
-from hap.comparing import TOLERANCE, VALUES, difference, in_float64, is_float32, outputs
+from hap.comparing import VALUES, difference, in_float64, is_float32, largest, outputs
 from hap.copying import deepcopied
 from hap.errors import HapError
 from hap.examples import imagine
@@ -110,7 +110,9 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 
 def _distinct_below(values: tuple[int, ...], size: int) -> bool:
     """Whether these are different indices of something that has `size` elements."""
-    return all(isinstance(v, int) and 0 <= v < size for v in values) and len(set(values)) == len(values)
+    different = set(values)
+    whole = set(map(type, different)) <= {int} and len(different) == len(values)
+    return whole and (not different or (min(different) >= 0 and max(different) < size))
 
 
 def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
@@ -419,9 +421,17 @@ def _compare(
             why = f"the model with zeros in place of what goes fails with {_in_a_line(error)}"
             raise HapError(f"the pruned model cannot be checked, so nothing was changed: {why}") from error
     problem = difference(wanted, seen, plan.exact)
-    if problem and gross is not None and difference(wanted, seen, plan.exact, dict.fromkeys(TOLERANCE, gross)):
+    if problem and problem.startswith(VALUES) and gross is not None and _apart(wanted, seen, gross):
         problem = f"beyond all rounding, {problem}"
     return problem, wanted
+
+
+def _apart(wanted: list[Any], seen: list[Any], gross: float) -> bool:
+    """Whether outputs, all of them finite, differ by more than so many times the largest value."""
+    pairs = [(a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.is_floating_point()]
+    pairs = [(a, b) for a, b in pairs if a.numel()]
+    finite = all(bool(x.isfinite().all()) for pair in pairs for x in pair)
+    return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
 
 
 def _in_a_line(error: Exception) -> str:

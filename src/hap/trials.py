@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.comparing import in_float64
+from hap.cost import CostModel
 from hap.groups import Groups, Ints, Length
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, skip_, without
@@ -64,6 +65,7 @@ class Trial:
         self.model = _prepared(model, self.groups, repeats)
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
         self.repeats, self.attributes = repeats, candidates
+        self.cost = CostModel(self.groups)
         self.candidates = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
         self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups)
@@ -251,15 +253,16 @@ class Trial:
         other parts of it, and return tensors of the same shapes, is tried by itself.
         """
         groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
+        drafted = partial(draft, groups, cost=self.cost)
         spanned = {n for n in cut if self._spanned(n)}
         fewer, more = self.removals[number]
         # whatever attributes follow, the result is to be the same: unless they follow what is spanned
         key = (number, frozenset(cut), frozenset(following if spanned else ()))
         base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
         try:
-            wanted = self._run(replace(draft(groups, plan), exact=True), draft(groups, base), self.wanted.get(key))
+            wanted = self._run(replace(drafted(plan), exact=True), drafted(base), self.wanted.get(key))
             if spanned:
-                self._run(draft(groups, {n: fewer[n] for n in cut}), None, wanted)
+                self._run(drafted({n: fewer[n] for n in cut}), None, wanted)
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
             return False, _failing_module(error)
         self.wanted[key] = wanted
