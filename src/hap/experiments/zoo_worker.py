@@ -6,6 +6,7 @@ in seconds and GiB. It prints what is known of the model, a line whenever more i
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -31,6 +32,7 @@ def main() -> None:
     torch.compiler.set_stance("force_eager")  # parts of torchvision compile themselves where their kernels are missing
     _load()
     warm_up()
+    gc.freeze()  # what is loaded by now is never garbage, and looking through it would be counted as some model's time
     while line := sys.stdin.readline():
         if not (child := os.fork()):
             _child(*json.loads(line))
