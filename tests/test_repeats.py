@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hap
 from hap import tracing
 from hap.groups import Groups
-from hap.repeats import Repeats
+from hap.repeats import NONE, Repeats
+from hap.trials import Trial
 
 
 class Block(nn.Module):
@@ -104,16 +109,17 @@ class Numbered(Block):
 
 
 class Peeking(nn.Module):
-    """Reads the width of a layer inside its last block."""
+    """Reads the width of a layer inside its last block, or how many heads it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: bool = False) -> None:
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(8, 24), *(Block() for _ in range(3)), nn.Linear(24, 3))
+        self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
         last = self.blocks[3]
         assert isinstance(last, Block)
-        return self.blocks(x) * (len(last.up.weight) / 40)
+        return self.blocks(x) * (last.heads / 6 if self.heads else len(last.up.weight) / 40)
 
 
 def test_blocks_that_only_look_alike_are_tried_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +131,85 @@ def test_blocks_that_only_look_alike_are_tried_each(monkeypatch: pytest.MonkeyPa
     hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
 
 
-def test_a_block_that_others_look_into_is_no_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [False, True])
+def test_a_block_that_others_look_into_is_no_repeat(monkeypatch: pytest.MonkeyPatch, heads: bool) -> None:
     torch.manual_seed(0)
-    model, example = Peeking().double().eval(), torch.randn(2, 5, 8).double()
+    model, example = Peeking(heads).double().eval(), torch.randn(2, 5, 8).double()
     repeats, groups = repeats_of(model, example, monkeypatch)
-    assert set(repeats.blocks) == {"blocks.2", "blocks.3"}
-    assert {n for n in groups if n.endswith("up")} == {"blocks.1.up", "blocks.2.up"}
+    assert set(repeats.blocks) == {"blocks.2", "blocks.3"} and not repeats.unlike
+    whole = {n for n in groups if groups.padded.isdisjoint(groups[n].classes.tolist())}
+    layer = "qkv" if heads else "up"
+    assert {n for n in whole if n.endswith(layer)} == {f"blocks.1.{layer}", f"blocks.2.{layer}"}
     hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
+
+
+def tripled(x: Tensor, times: int = 3) -> Tensor:
+    return x * times
+
+
+def scaled(by: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * by
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        (3, 3, True), (3, 4, False), (3, 3.0, False), ((1, [2]), (1, [2]), True), ([1], [2], False),
+        ({"a": 1}, {"a": 1}, True), ({"a": 1}, {"a": 2}, False), ({1}, {1}, True), (object(), object(), False),
+        (scaled(2.0), scaled(2.0), True), (scaled(2.0), scaled(3.0), False), (tripled, tripled, True),
+        (partial(tripled, times=2), partial(tripled, times=2), True),
+        (partial(tripled, times=2), partial(tripled, times=4), False),
+    ],
+)  # fmt: skip
+def test_all_blocks_run_once_unless_their_attributes_are_equal(
+    mine: object, theirs: object, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [Block(), Block()]
+    for block, value in zip(blocks, (mine, theirs), strict=True):
+        block.up.extra = value  # type: ignore[assignment]
+    tried = []
+    fits = Trial._fits
+
+    def noting(trial: Trial, *args: Any, **more: Any) -> bool:
+        tried.append(trial)
+        return fits(trial, *args, **more)
+
+    monkeypatch.setattr(Trial, "_fits", noting)
+    repeats, _ = repeats_of(*network(*blocks), monkeypatch)
+    assert repeats.blocks == ({"2": "1"} if type(mine) is type(theirs) else {})
+    assert (not repeats.unlike) == (same or not repeats.blocks)
+    assert any(trial.repeats is NONE for trial in tried) == (not same and len(repeats.blocks) > 0)
+
+
+class Stages(nn.Module):
+    """Two streams, one after the other; what leads to the second one counts on its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 24), nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(Gated() for _ in range(4))
+        self.last = nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.first(x)))
+        x = self.blocks[3](self.blocks[2](torch.relu(self.second(x))))
+        return self.last(x)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_blocks_on_another_stream_are_no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    repeats, groups = repeats_of(Stages().double().eval(), torch.randn(2, 5, 8).double(), monkeypatch)
+    assert repeats.blocks == {"blocks.1": "blocks.0", "blocks.3": "blocks.2"}
+    assert sorted(groups) == ["blocks.0.up", "blocks.1.up", "blocks.2.up", "blocks.3.up", "first", "second"]
 
 
 def test_trials_of_a_deep_network_run_one_block() -> None:
@@ -142,8 +220,7 @@ def test_trials_of_a_deep_network_run_one_block() -> None:
             hap.trace(model, example)
         with FlopCounterMode(display=False) as once:
             model(example)
-        # torch.export runs the graph once, and all blocks run pruned once to bear out what was found
-        counts.append(counter.get_total_flops() - 2 * once.get_total_flops())
+        counts.append(counter.get_total_flops() - once.get_total_flops())  # torch.export runs the graph once
     assert counts[1] <= 1.2 * counts[0]
 
 

@@ -2,7 +2,9 @@
 
 A network of 24 equal blocks answers a question about the forward of a block 24 times. Blocks are equal if they have the
 same submodules of the same classes, the same operators with the same sizes and constants in the captured graph, and
-units that are tied in the same way. Whoever relies on that still runs all of them once the pruned model is checked.
+units that are tied in the same way, to the same units outside. Where their attributes are equal too and nothing looks
+into them from outside, nothing is left that could tell them apart; otherwise a trial runs all of them once to see.
+Whoever relies on that still runs all of them when the pruned model is checked: a wrong guess is refused there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +28,20 @@ if TYPE_CHECKING:
 
 SETTINGS = (bool, str, type(None), torch.dtype)
 """Attributes of these types steer what a forward does. Numbers show in the graph wherever they count."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """`blocks` says which block each one repeats, `groups` the same of the groups inside, `lengths` of attributes."""
+    """`blocks` says which block each one repeats, `groups` the same of the groups inside, `lengths` of attributes.
+
+    `unlike` are those whose attributes are not all equal to those of the block that they repeat.
+    """
 
     blocks: dict[str, str] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
+    unlike: set[str] = field(default_factory=set)
 
     def like(self, names: Iterable[str]) -> list[str]:
         """These groups and those that repeat them."""
@@ -76,10 +85,39 @@ def noting_shapes(model: nn.Module) -> Iterator[dict[str, int]]:
         yield found
 
 
-def skip_(model: nn.Module, blocks: Mapping[str, str]) -> None:
-    """Let these blocks return what they are given."""
+def skip_(model: nn.Module, blocks: Iterable[str]) -> set[str]:
+    """Let these blocks return what they are given. The set fills with what others read of them, here or in copies."""
+    looked: set[str] = set()
     for name in blocks:
-        model.get_submodule(name).forward = _pass_on
+        block: Any = model.get_submodule(name)
+        kind: Any = type(block)
+        block._note = looked.add  # copies of the block share it
+        block.__class__ = _passing(kind)
+    return looked
+
+
+@lru_cache(maxsize=64)
+def _passing(kind: Any) -> type[nn.Module]:
+    """Modules of this class that return what they are given, and note which numbers, tensors and modules are read."""
+
+    class Passing(kind):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return x
+
+        def __getattribute__(self, name: str) -> Any:
+            return _noted(self, name, super().__getattribute__(name))
+
+        def __getattr__(self, name: str) -> Any:  # what is in no dictionary of the object: tensors and submodules
+            return _noted(self, name, super().__getattr__(name))
+
+    Passing.__name__, Passing.__qualname__, Passing.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Passing
+
+
+def _noted(block: Any, name: str, value: Any) -> Any:
+    if not name.startswith("_") and name != "training" and not isinstance(value, (*SETTINGS, MethodType)):
+        block._note(name)
+    return value
 
 
 def without(groups: Groups, repeats: Repeats) -> Groups:
@@ -105,10 +143,6 @@ def without(groups: Groups, repeats: Repeats) -> Groups:
     )
 
 
-def _pass_on(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x
-
-
 def find_repeats(tracer: Tracer, groups: Groups, candidates: list[Length], shapes: Mapping[str, int]) -> Repeats:
     """Blocks that repeat an earlier one, the outermost of those that do. Streams of branches are tried in full."""
     if len(groups.feeds):
@@ -116,19 +150,63 @@ def find_repeats(tracer: Tracer, groups: Groups, candidates: list[Length], shape
     found = Repeats()
     regions = _regions(tracer, [n for n, calls in shapes.items() if calls == 1])
     pairing = _Pairing(groups, candidates)
-    first: dict[Any, str] = {}
+    latest: dict[Any, str] = {}
     for name in (n for n in tracer.modules if n in regions):
         if any(name.startswith(f"{done}.") for done in found.blocks):
             continue
         signature = _signature(tracer, name, regions[name])
         if signature is None:
             continue
-        known = first.setdefault(signature, name)
-        if known != name and (pair := pairing(name, known)) is not None:
-            found.blocks[name] = known
-            found.groups.update(pair[0])
-            found.lengths.update(pair[1])
+        known = latest.get(signature)
+        if known is None or (pair := pairing(name, known)) is None:
+            latest[signature] = name
+            continue
+        found.blocks[name] = known
+        found.groups.update(pair[0])
+        found.lengths.update(pair[1])
+        if not _same_modules(tracer.modules[name], tracer.modules[known]):
+            found.unlike.add(name)
     return found
+
+
+def _same_modules(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules with the same submodules agree in all that these hold, beside the values of tensors."""
+    pairs = zip(a.modules(), b.modules(), strict=True)
+    return all(vars(x).keys() == vars(y).keys() and _same_attributes(vars(x), vars(y)) for x, y in pairs)
+
+
+def _same_attributes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    tensors = all(_forms(a[kind]) == _forms(b[kind]) for kind in ("_parameters", "_buffers"))
+    return tensors and all(_same(a[k], b[k]) for k in a if k not in ("_parameters", "_buffers", "_modules"))
+
+
+def _forms(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {n: None if t is None else (t.shape, t.dtype, t.requires_grad) for n, t in tensors.items()}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether no forward could tell these values apart. Of objects, only one is the same as itself."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, PLAIN):
+        return bool(a == b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, set | frozenset):
+        return all(isinstance(x, PLAIN) for x in a) and a == b
+    if isinstance(a, partial):
+        return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    return isinstance(a, FunctionType) and _same_code(a, b)
+
+
+def _same_code(a: FunctionType, b: FunctionType) -> bool:
+    """Whether two functions were made by the same line of code, from the same values."""
+    made_of = [(f.__defaults__, f.__kwdefaults__, *(c.cell_contents for c in f.__closure__ or ())) for f in (a, b)]
+    return a.__code__ is b.__code__ and _same(*made_of)
 
 
 def _regions(tracer: Tracer, names: list[str]) -> dict[str, list[fx.Node]]:
@@ -226,7 +304,8 @@ class _Pairing:
         if not all(len(np.unique(column)) == len(column) for column in pairs.T):
             return None
         traits = [self._traits(axes, column) for axes, column in ((mine, pairs[:, 0]), (theirs, pairs[:, 1]))]
-        if not np.array_equal(traits[0], traits[1]):
+        others = ~traits[0][0]
+        if not np.array_equal(traits[0], traits[1]) or not np.array_equal(pairs[others, 0], pairs[others, 1]):
             return None
         to = dict(pairs.tolist())
         groups, lengths = self._groups(to, pairs[traits[0][0], 0].tolist()), self._lengths(name, known, to)

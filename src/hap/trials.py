@@ -62,7 +62,7 @@ class Trial:
         repeats: Repeats = NONE, sliced: Ints = NOTHING,
     ):  # fmt: skip
         self.example, self.groups = example, without(groups, repeats)
-        self.model = _prepared(model, self.groups, repeats)
+        self.model, self.looked = _prepared(model, self.groups, repeats)
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
         self.repeats, self.attributes = repeats, candidates
         self.cost = CostModel(self.groups)
@@ -97,9 +97,11 @@ class Trial:
     def _contrary(self, misfits: list[str]) -> Trial | None:
         """A trial of all blocks, if one run of them does not bear out what was found without those that repeat others.
 
-        Blocks that look alike may still differ in what they do with other sizes, and others may look into them.
+        Blocks that look alike may still differ in what they do with other sizes, unless all their attributes are equal;
+        and others may look into them. Where neither is so, that run is left to the check of apply_, which runs all
+        blocks anyway and refuses what does not fit.
         """
-        whole = self.whole() if self.repeats.blocks else None
+        whole = self.whole() if self.repeats.unlike or self.looked else None
         fits = whole is None or whole._fits([n for n in whole.able if n not in misfits], self.found, rounds=1)
         return None if fits else whole
 
@@ -274,15 +276,17 @@ class Trial:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
 
 
-def _prepared(model: nn.Module, groups: Groups, repeats: Repeats) -> nn.Module:
-    """The model that is tried. One that cannot be copied is left as it is: every trial of it fails on that again."""
+def _prepared(model: nn.Module, groups: Groups, repeats: Repeats) -> tuple[nn.Module, set[str]]:
+    """The model that is tried, and a set that fills with what is read of the blocks that it skips.
+
+    One that cannot be copied is left as it is: every trial of it fails on that again.
+    """
     try:
         model = _telling(model, groups)
         made = variant(model, {}) if repeats.blocks else model
+        return made, skip_(made, repeats.blocks)
     except Exception:  # copying runs code of whatever the model holds
-        return model
-    skip_(made, repeats.blocks)
-    return made
+        return model, set()
 
 
 def _telling(model: nn.Module, groups: Groups) -> nn.Module:
