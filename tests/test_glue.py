@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import hap
+from hap.blocks import units_of
 from hap.cli import app
 from hap.data.glue import HELD_OUT, TASKS, Encoded, Texts, encode, metrics_of, read, read_tsv
 from hap.experiments import head_costs, head_latency
@@ -110,10 +111,10 @@ def test_metrics_by_hand() -> None:
 # ---- batches and training -------------------------------------------------------------------------------------
 
 
-def _encoded(count: int = 70) -> Encoded:
-    """Texts of 3 to 60 tokens; the label says whether token 7 is the first one."""
+def _encoded(count: int = 70, longest: int = 60) -> Encoded:
+    """Texts of 3 or more tokens; the label says whether token 7 is the first one."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 60, (count,), generator=generator)
+    lengths = torch.randint(3, longest, (count,), generator=generator)
     ids = torch.randint(8, 20, (count, 64), generator=generator)
     labels = torch.arange(count) % 2
     ids[labels == 1, 0] = 7
@@ -224,6 +225,26 @@ def test_recorded_steps_train_like_plain_ones() -> None:
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+@pytest.mark.parametrize("name", ["mpnet", "roberta"])
+def test_recorded_steps_train_pruned_encoders_like_plain_ones(name: str) -> None:
+    """Two encoders with other heads left, side by side, on texts of several lengths."""
+    model, example = small(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    heads = units_of(hap.trace(model, example), "heads")
+    data, tuning = _encoded(160, 30).to("cuda"), Tuning(epochs=4, batch=16, lr=1e-3)
+    plain = []
+    for seed in range(2):
+        plan = hap.plan(heads, hap.score(model, heads, None, None, hap.Random(seed)), hap.Budget(channels=0.5))
+        plain.append(hap.apply_(copy.deepcopy(model), plan, example).cuda())
+    recorded = copy.deepcopy(plain)
+    wanted, seen = tune(plain, data, tuning, graphs=False), tune(recorded, data, tuning)
+    for a, b in zip(wanted, seen, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=0.05, abs=0.02) and b.loss[-1] < b.loss[0]
+
+
 # ---- the whole way --------------------------------------------------------------------------------------------
 
 WORDS = "good bad fine poor film plot story actor scene music very quite rather long short".split()
@@ -297,6 +318,18 @@ def test_a_campaign_leaves_one_result_for_each_job(campaign: Path) -> None:
         and hessian["device"] == "cpu"
         and hessian["precision"] == "float32"
     )
+
+
+def test_a_seed_gives_the_same_figures_again(campaign: Path, tmp_path: Path) -> None:
+    for name in ("model", "data"):
+        (tmp_path / name).symlink_to(campaign / name)
+    assert _glue(tmp_path, "--criteria", "hessian").exit_code == 0
+    seen, before = (
+        json.loads((folder / "results" / "sst2-hessian-seed0.json").read_text()) for folder in (tmp_path, campaign)
+    )
+    assert seen["scores"] == before["scores"] and seen["dense"]["loss"] == before["dense"]["loss"]
+    for a, b in zip(seen["budgets"][1:], before["budgets"][1:], strict=True):
+        assert all(a[key] == b[key] for key in ("kept", "metrics", "metrics_before_tuning", "loss"))
 
 
 def test_what_is_done_is_not_done_again(campaign: Path) -> None:
@@ -493,6 +526,22 @@ def test_costs_of_scores_beside_training(campaign: Path) -> None:
     ratios = f"{first['of_an_epoch']:.2f} | {first['of_a_plain_epoch']:.2f}"
     line = f"| Gauss-Newton trace | 16 | {first['seconds']:.2f} | {ratios} | - | - |"
     assert line in render(campaign / "results")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on CUDA")
+def test_the_whole_way_on_a_gpu(campaign: Path, tmp_path: Path) -> None:
+    for name in ("model", "data"):
+        (tmp_path / name).symlink_to(campaign / name)
+    result = _glue(tmp_path, "--device", "cuda", "--criteria", ",".join(NAMES))
+    assert result.exit_code == 0, result.output
+    found = [json.loads(p.read_text()) for p in (tmp_path / "results").glob("*.json")]
+    assert len(found) == len(NAMES) and all(r["scoring"]["peak_memory"] > 0 for r in found)
+    assert all(r["dense"]["metrics"]["score"] > 0.9 and r["precision"].startswith("bf16") for r in found)
+    costs = _glue(tmp_path, "--device", "cuda", "--costs")
+    assert costs.exit_code == 0, costs.output
+    record = json.loads((tmp_path / "results" / "costs-cuda.json").read_text())
+    step = record["plain"]["step_memory"]
+    assert all(row["of_a_step"] == pytest.approx(row["peak_memory"] / step) for row in record["rows"])
 
 
 @pytest.mark.parametrize(("options", "message"), [
