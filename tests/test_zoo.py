@@ -23,7 +23,7 @@ from hap.experiments.zoo_clock import Clock, OutOfTime, reason
 from hap.experiments.zoo_models import HUGGING_FACE, Missing, build, suppress
 from hap.experiments.zoo_page import rendered
 from hap.experiments.zoo_peer import measure_peer
-from hap.experiments.zoo_summary import equal, family_rows, sentences, summary
+from hap.experiments.zoo_summary import above_rows, equal, family_rows, own_seconds, sentences, summary
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +32,10 @@ def test_a_model_is_measured_and_counts_agree() -> None:
     pruned, both = zoo_ours.measure("hap:resnet20", 0.5)
     assert pruned["verified"] and pruned["macs"][1] <= 0.5 * pruned["macs"][0]
     assert pruned["counted"] == [pruned["params"][1], pruned["macs"][1]]
-    assert set(pruned["seconds"]) == {"export", "trace", "score", "plan", "apply"}
+    seconds = pruned["seconds"]
+    assert set(seconds) == {"forward", "export", "trace", "score", "plan", "apply", "check"}
+    assert 0 < seconds["check"] < seconds["apply"]
+    assert own_seconds(pruned, 0.0) == sum(seconds[name] for name in ("trace", "score", "plan", "apply"))
     assert both.items() >= pruned.items() and set(both["export_seconds"]) == {"capture", ".pt2", ".onnx"}
     assert 0 < both["exported"][".onnx"] <= 1e-5 and both["exported"][".pt2"] <= 1e-5
 
@@ -235,7 +238,7 @@ def test_pruning_is_tried_where_torch_export_alone_takes_too_long(monkeypatch: p
     monkeypatch.setattr(zoo_ours, "_WAYS", {"in place": lambda *_: time.sleep(60)})
     (record,) = zoo_ours.measure("hap:digits_resnet", 0.5, limit=0.05)
     assert record["why"] == "took longer than 0.05 s"
-    assert set(record["seconds"]) == {"trace"} and record["seconds"]["trace"] >= 0.05
+    assert set(record["seconds"]) <= {"forward", "trace"} and record["seconds"]["trace"] >= 0.05
 
 
 def test_what_cannot_be_built_costs_neither_tool_time(steps: type[Steps], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +343,8 @@ def test_the_summary_counts_what_died_at_the_limit() -> None:
     assert found["all"]["torch_pruning"] == {"models": 3, "verified": 2, "reached": 1}
     assert found["missing"] == ["timm:new"] and found["all"]["models"] == 4
     assert found["torch_pruning_timed_out"] == ["tv:fcn_resnet50"]
-    assert found["times_export"]["above_3"] == {"tv:fcn_resnet50": 70}
+    assert found["times_export"]["above_3"] == {"tv:fcn_resnet50": {"times": 70, "seconds": 70, "export": 1}}
+    assert found["times_export"]["without_check"]["models"] == 0  # records of before it was timed
     assert found["above_60_seconds"] == {"tv:fcn_resnet50": 70, "hf:c": 200}
     assert [row[:2] for row in family_rows(found)] == [
         ["torchvision classifiers", "1 of 1"], ["torchvision detectors and segmenters", "1 of 1"],
@@ -348,6 +352,18 @@ def test_the_summary_counts_what_died_at_the_limit() -> None:
     ]  # fmt: skip
     assert found["all"]["exported"] == {"models": 3, "equal": 1, ".pt2": 3, ".onnx": 1}
     assert any("73 s, torch-pruning 210 s" in line for line in sentences(found))
+
+
+def test_the_summary_says_what_is_slow_with_the_check_and_without() -> None:
+    seconds = {"forward": 5.0, "export": 1.0, "trace": 2.0, "score": 9.0, "plan": 0.5, "apply": 1.5, "check": 1.2}
+    records = [_record("tv:a", 2.0, None), _record("tv:b", 0.0, None) | {"seconds": seconds}]
+    found = summary(records, 200)
+    assert found["seconds"]["all"]["hap"] == 2 + 13
+    assert found["times_export"]["within_3"] == 1
+    assert found["times_export"]["without_check"] == {"models": 1, "within_3": 1}
+    assert above_rows(found) == [["tv:b", "4.0", "4.0", "1.2", "1.0", "5.0"]]
+    said = "Trace, plan and apply take 3.0 times what torch.export takes alone in the median, and at most 3 times that"
+    assert f"{said} on 1 of 2, the executed check included, and without the check on 1 of 1." in sentences(found)
 
 
 def test_the_page_is_what_the_result_file_says() -> None:

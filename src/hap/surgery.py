@@ -49,7 +49,7 @@ def apply_(
         implants = _build_implants(model, plan, _fits(model, plan, batches))
         shorter = cut_tensors(model, plan)
         if verify:
-            _verify(model, plan, implants, example, shorter)
+            verify_plan(model, plan, implants, example, shorter)
     _operate(model, plan, implants, shorter)
     return model
 
@@ -366,7 +366,7 @@ LARGE = 1 << 14
 """Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
 
 
-def _verify(
+def verify_plan(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
 ) -> None:
     """The check of apply_. With a classifier of zeros any two models agree: such weights get values, alike in both."""

@@ -10,7 +10,18 @@ import typer
 from hap.cli.screen import out, resumable, table
 from hap.errors import HapError
 from hap.experiments.zoo import sweep
-from hap.experiments.zoo_summary import FAMILY_HEADS, PEER, Record, equal, failures, family_rows, own_seconds, sentences
+from hap.experiments.zoo_summary import (
+    ABOVE_HEADS,
+    FAMILY_HEADS,
+    PEER,
+    Record,
+    above_rows,
+    equal,
+    failures,
+    family_rows,
+    own_seconds,
+    sentences,
+)
 
 
 def zoo(
@@ -43,6 +54,7 @@ def zoo(
     heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export", "exported", "torch-pruning"]
     out().print(table(heads, [_row(record, seconds) for record in found["models"]]))
     out().print(table(FAMILY_HEADS, family_rows(found["summary"])))
+    out().print(table(ABOVE_HEADS, above_rows(found["summary"])))
     for line in [*failures(found["models"]), *sentences(found["summary"])]:
         out().print(line, markup=False, soft_wrap=True)
 

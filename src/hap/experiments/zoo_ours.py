@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hap
-from hap import exporting
+from hap import exporting, surgery
 from hap.errors import HapError
 from hap.examples import call_arguments, run
 from hap.experiments.zoo_clock import Clock, OutOfTime, failure, reason
@@ -24,6 +25,7 @@ from hap.parts import captured_parts, captures, parts, view_where_it_chooses
 from hap.tracing import trace_captured
 
 Record = dict[str, Any]
+T = TypeVar("T")
 Way = Callable[[nn.Module, Any], tuple[nn.Module, Groups]]
 
 _WAYS: dict[str, Way] = {
@@ -38,13 +40,14 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
 
     A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
     the graph that hap.rewrite makes of it, or else with its residual stream. The limit in seconds is on pruning, and
-    then once more on exporting; what torch.export takes before, alone, is only there to compare with. A model that
-    cannot be built took no seconds.
+    then once more on exporting; what one forward and torch.export take before, alone, is only there to compare with.
+    The seconds of the executed check are among those of apply. A model that cannot be built took no seconds.
     """
     record: Record = {"verified": False}
-    clock, alone = Clock(limit), Clock(limit)
+    clock, alone, inside = Clock(limit), Clock(limit), Clock()
     try:
         model, example = build(spec)
+        _alone("forward", partial(run, model, example), alone)
         ways, outline = dict(_WAYS), None
         view = clock("parts", lambda: view_where_it_chooses(model, example))
         subject, inputs = (model, example) if view is None else (view, view.example)
@@ -56,8 +59,11 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
         if view is not None:
             inputs, outline = view.example, _outline(run(model, example))
             record["parts"] = list(dict.fromkeys(view.names))
+        else:
+            clock.seconds["trace"] = clock.seconds.pop("parts")  # a look at the code
         subject, groups, plan = _planned(subject, inputs, flops, clock, record, ways)
-        clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
+        with _check_timed(inside):
+            clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
         count = hap.cost(subject, inputs)
         record |= {
             "verified": True, "groups": len(groups), "units": groups.units, "exact": plan.exact,
@@ -70,7 +76,7 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
             record |= {"verified": False, "why": "the outputs of the whole model are of another kind"}
     except (Exception, OutOfTime) as error:  # whatever a foreign model raises is the record's reason
         record |= failure(error)
-    record["seconds"] = alone.seconds | clock.seconds
+    record["seconds"] = alone.seconds | clock.seconds | inside.seconds
     yield record
     if record["verified"]:
         yield record | _exports(spec, subject, inputs, "parts" in record, Clock(limit))
@@ -78,11 +84,27 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
 
 def _captures_alone(model: nn.Module, example: Any, alone: Clock) -> bool:
     """Whether torch.export captures it. If that takes too long there is nothing to compare with; pruning may try."""
+    return _alone("export", lambda: captures(model, *call_arguments(example)), alone) is not False
+
+
+def _alone(name: str, work: Callable[[], T], alone: Clock) -> T | None:
+    """What is timed to compare with. None: it takes too long, and no seconds are noted."""
     try:
-        return alone("export", lambda: captures(model, *call_arguments(example)))
+        return alone(name, work)
     except OutOfTime:
-        del alone.seconds["export"]
-        return True
+        del alone.seconds[name]
+        return None
+
+
+@contextmanager
+def _check_timed(inside: Clock) -> Iterator[None]:
+    """Notes how many of the seconds that hap.apply_ takes go to its executed check."""
+    check = surgery.verify_plan
+    surgery.verify_plan = lambda *args: inside("check", lambda: check(*args))
+    try:
+        yield
+    finally:
+        surgery.verify_plan = check
 
 
 def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record: Record,

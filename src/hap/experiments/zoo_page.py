@@ -10,7 +10,17 @@ from pathlib import Path
 from textwrap import fill
 
 from hap.errors import HapError
-from hap.experiments.zoo_summary import EQUAL, FAMILY_HEADS, Record, failures, family_rows, sentences, summary
+from hap.experiments.zoo_summary import (
+    ABOVE_HEADS,
+    EQUAL,
+    FAMILY_HEADS,
+    Record,
+    above_rows,
+    failures,
+    family_rows,
+    sentences,
+    summary,
+)
 from hap.files import write_atomic
 from hap.report.markdown import table
 
@@ -31,7 +41,9 @@ def figures(result: Record) -> str:
 
 {table(FAMILY_HEADS, family_rows(found))}
 
-{said}"""
+{said}
+
+{table(ABOVE_HEADS, above_rows(found))}"""
 
 
 def _source(result: Record) -> str:
