@@ -166,9 +166,11 @@ def test_all_the_help_of_protocol_best_goes_together(data: Data, folders: Folder
     best = next(j for j in cifar10_jobs() if j.name == "resnet56-best-implant-53.0-seed0")
     recipe = replace(best.recipe, epochs=1, batch=32, precision="fp32")
     job = replace(best, model="resnet20", recipe=recipe, dense="dense")
+    assert best.images == 10_000
     assert best.teacher and best.prune.compensate and best.prune.per_cost and recipe.distill and recipe.ema
     work_off([job], data, folders, say=quiet)
     result = json.loads(folders.result(job.name).read_text())
+    assert result["images"] == len(data.train)
     assert result["teacher"] == "dense" and result["macs_left"] <= 0.53
     assert sum(implanted for _, implanted, _ in result["units"].values()) > 0
 
@@ -197,7 +199,7 @@ def test_the_papers_jobs_have_distinct_names_and_start_from_jobs_that_exist() ->
 
 @pytest.mark.parametrize(
     ("target", "rows", "runs"),
-    [("resnet56", 22, 42), ("rankings", 12, 24), ("ablation", 17, 21), ("implants", 12, 22), ("vgg16", 3, 9),
+    [("resnet56", 26, 46), ("rankings", 16, 28), ("ablation", 17, 21), ("implants", 12, 22), ("vgg16", 3, 9),
      ("preresnet29", 1, 3), ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 24)],
 )  # fmt: skip
 def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -> None:
@@ -283,13 +285,14 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None
         Look("layers", "resnet20", "layers", "dense"),
         Look("probes", "resnet20", "probes", "dense", probes=3),
         Look("seconds", "resnet20", "seconds", probes=2),
+        Look("images", "resnet20", "images", "dense", images=(8, 48)),
         Look("later", "resnet20", "layers", "none yet"),
     ]
     assert sensitivity.status(looks, folders) == {
-        "done": [], "ready": ["layers", "probes", "seconds"], "waiting": ["later"],
+        "done": [], "ready": ["layers", "probes", "seconds", "images"], "waiting": ["later"],
     }  # fmt: skip
     sensitivity.take(looks, data, folders, "abc", quiet)
-    records = {name: json.loads(folders.result(name).read_text()) for name in ("layers", "probes", "seconds")}
+    records = {name: json.loads(folders.result(name).read_text()) for name in ("layers", "probes", "seconds", "images")}
     model = hap.load(folders.network("dense"), hap.models.build("resnet20")).eval()
     groups = hap.trace(model, torch.zeros(1, 3, 8, 8), "union")
     scores = hap.score(model, groups, data.calibration(48, 0), functional.cross_entropy, "hessian")
@@ -299,6 +302,9 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None
     assert fates == {"kept", "implanted", "removed"}
     assert [len(c["mean"]) for c in records["probes"]["channels"]] == [3] * 4
     assert records["seconds"]["exact_seconds"] > 0 and records["seconds"]["probes"] == 2
+    few, all_images = records["images"]["rows"]
+    assert (few["images"], all_images["images"]) == (8, 48) and 0 < few["carried_by_a_twentieth"] < 1
+    assert all_images["rank_correlation"] > 0.99 and all_images["kept_in_both"] > few["kept_in_both"]
     assert all(r["revision"] == "abc" for r in records.values())
     assert sensitivity.status(looks, folders)["ready"] == []
 

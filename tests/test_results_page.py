@@ -95,8 +95,8 @@ def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_p
     text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.93]) | seeds(f"{base}-hap-per-cost-38.74", [0.934])
                        | seeds(f"{base}-implant-40.7", [0.92]))  # fmt: skip
     found = text.partition("## Where the paper's figure is not reached")[2].partition("\n## ")[0]
-    assert row_of(found, "HAP, at 38.74%")[1:] == ["-0.38", "41.53, 41.53", "not run yet", "+0.02"]
-    assert row_of(found, "from zero, at 40.7%")[1:] == ["-1.55", "33.00, not given", "", "not run yet"]
+    assert row_of(found, "HAP, at 38.74%")[1:] == ["-0.38", "41.53, 41.53", "not run yet", "+0.02", "not run yet"]
+    assert row_of(found, "from zero, at 40.7%")[1:] == ["-1.55", "33.00, not given", "", "not run yet", ""]
     assert "7 of 9 in a (6)." in found and "per cost, at 38.74%" not in found
     text, _ = rendered(tmp_path / "other", seeds(f"{base}-hap-38.74", [0.94]))
     assert "not reached" not in text
@@ -159,12 +159,15 @@ def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     write_json(folder / "sensitivity-layers.json", {"criterion": "hessian", "layers": layers, "flops": 0.407})
     write_json(folder / "sensitivity-probes.json", {"probes": 2, "images": 512, "channels": [channel]})
+    images = {"images": 512, "rank_correlation": 0.83, "kept_in_both": 0.61, "carried_by_a_twentieth": 0.77}
+    write_json(folder / "sensitivity-images.json", {"rows": [images]})
     seconds = {"exact_seconds": 0.25, "probe_seconds": 9.0, "probes": 300, "device": "cuda", "hardware": HARDWARE}
     write_json(folder / "sensitivity-seconds-resnet56.json", seconds)
     text, paths = rendered(tmp_path, {})
     assert {path.name for path in paths[1:]} == {"results-sensitivity.svg", "results-probes.svg"}
     assert row_of(text, "Titan Xp", "ResNet56", "61")[1:4] == ["0.25", "9.00 (300 probes)", "a GPU"]
     assert row_of(text, "Titan Xp", "WideResNet32")[1] == "not run yet"
+    assert row_of(text, "0.83") == ["512", "0.83", "0.61", "77"]
 
 
 def test_one_command_writes_page_and_manifest(tmp_path: Path) -> None:

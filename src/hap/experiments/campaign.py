@@ -17,7 +17,7 @@ from hap.checkpoint import load, read, save
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments.networks import example_of, fresh
-from hap.experiments.starting import BorrowedStep, Step, describe, opened, prune
+from hap.experiments.starting import IMAGES, BorrowedStep, Step, describe, opened, prune
 from hap.files import write_json
 from hap.masking import dense_form, pruned_form, trains_alike
 from hap.plans import Plan
@@ -37,7 +37,8 @@ class Job:
     """One network to train. Without `prune` it is a dense one from scratch; with it, `dense` names the job it starts
     from.
 
-    `paper` holds the figures of the paper's row that this one is held against; `targets` the tables it belongs to.
+    `paper` holds the figures of the paper's row that this one is held against; `targets` the tables it belongs to;
+    `images` how many training images a PruneStep scores on.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Job:
     prune: Step | None = None
     paper: dict[str, float] | None = None
     teacher: bool = False
+    images: int = IMAGES
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
     say(f"{job.name}: pruning")
     model = _dense(job, data, folders)
     dense = evaluate(model, data).accuracy
-    made = prune(model, job.prune, data, job.recipe.seed, folders.plans)
+    made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images)
     metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                "scoring_seconds": made.seconds}  # fmt: skip
     save(path, model, made.plan, metrics=metrics, about={"ranks": made.ranks})
@@ -222,6 +224,7 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
         "seed": job.recipe.seed, "dense": job.dense, "prune": describe(job.prune),
+        "images": min(job.images, len(data.train)) if job.prune else None,
         "targets": list(job.targets), "paper": job.paper,
         "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None,
         **(started.metrics if started else {}),

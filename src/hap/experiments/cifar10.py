@@ -5,7 +5,7 @@ other help. Mixed precision (bf16) is the one liberty taken with it. Implants st
 they replace: started at zero, as in the public code, most never move (`from_zero`). Where it is faster, networks train
 in their dense shape with what went held at zero, which takes the same steps (`hap.masking`).
 Protocol `best`: distillation from the dense network, cosine, running average of the weights, least-squares implants,
-compensation, score per multiply-add saved.
+compensation, score per multiply-add saved, on many images.
 Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of accuracy against size.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from hap import recipes
 from hap.experiments.campaign import Job
 from hap.experiments.config import PruneStep
-from hap.experiments.starting import BorrowedStep, EigenStep, Step
+from hap.experiments.starting import IMAGES, BorrowedStep, EigenStep, Step
 from hap.recipes import Recipe
 
 # Percent left as the paper reports them: (FLOPs, params or None, accuracy).
@@ -63,6 +63,9 @@ BORROWED = {
 }
 CURVES = {"preresnet29": (50.0, 31.0, 20.0, 12.0), "wide_resnet32": (50.0, 30.0, 18.0, 10.0)}
 """Percent of the parameters left; BN scale and EigenDamage run the first three."""
+MANY_IMAGES = 10_000
+"""To score on where the paper's 512 are too few: a trained network is sure of nearly all of them, so a few dozen decide
+(`sensitivity-images`)."""
 SHORT_NAMES = {"vgg16_bn": "vgg16", "wide_resnet32": "wideresnet32"}
 
 
@@ -106,12 +109,13 @@ def dense_jobs(model: str, kinds: tuple[str, ...] = ("paper", "best"), seeds: tu
 
 
 def _job(model: str, protocol: str, step: Step, seed: int, targets: tuple[str, ...],
-         paper: dict[str, float] | None = None) -> Job:  # fmt: skip
+         paper: dict[str, float] | None = None, images: int = IMAGES) -> Job:  # fmt: skip
     slug = step.slug if isinstance(step, PruneStep) else step.name
     best = protocol == "best"
     return Job(
         f"{short(model)}-{protocol}-{slug}-seed{seed}", model, finetune_recipe(seed, protocol), targets,
         dense=dense_name(model, "best" if best else "paper", seed), prune=step, paper=paper, teacher=best,
+        images=images,
     )  # fmt: skip
 
 
@@ -120,10 +124,11 @@ def _step(name: str, percent: float, kind: str = "flops", coupling: str = "union
 
 
 def _row(model: str, step: PruneStep, seed: int, paper: tuple[float, float | None, float],
-         targets: tuple[str, ...]) -> Job:  # fmt: skip
+         targets: tuple[str, ...], images: int = IMAGES) -> Job:  # fmt: skip
     """A row of the paper (FLOPs, params, accuracy): at no more FLOPs, and where it gives them no more parameters."""
     params = paper[1]
-    return _job(model, "paper", replace(step, params=params and params / 100), seed, targets, _figures(*paper))
+    return _job(model, "paper", replace(step, params=params and params / 100), seed, targets, _figures(*paper),
+                images)  # fmt: skip
 
 
 def _figures(flops: float, params: float | None, accuracy: float) -> dict[str, float]:
@@ -152,7 +157,15 @@ def rankings(seed: int) -> list[Job]:
              for row in IMPLANT_ROWS]  # fmt: skip
     jobs += [_row("resnet56", _step("hap-3-probes", row[0], probes=3), seed, row, targets)
              for row in HAP_ROWS if row[0] in HEADLINES]  # fmt: skip
-    return jobs if seed == 0 else [job for job in jobs if _is_headline(job)]
+    return [*jobs, *more_images()] if seed == 0 else [job for job in jobs if _is_headline(job)]
+
+
+def more_images() -> list[Job]:
+    """The headlines of HAP scored on many images, by sensitivity alone and per cost: one seed."""
+    rows, targets = [row for row in HAP_ROWS if row[0] in HEADLINES], ("resnet56", "rankings")
+    return [_row("resnet56", _step(f"{name}-{MANY_IMAGES}-images", row[0], per_cost=per_cost), 0, row, targets,
+                 MANY_IMAGES)
+            for name, per_cost in (("hap", False), ("hap-per-cost", True)) for row in rows]  # fmt: skip
 
 
 def _controls() -> list[Job]:
@@ -219,7 +232,7 @@ def best_jobs(model: str) -> list[Job]:
         for seed in range(3 if method == "implant" else 1):
             for kind, percent, _, _ in BEST[model]:
                 step = _step(method, percent, kind, per_cost=True, compensate=True, **options)  # type: ignore[arg-type]
-                jobs.append(_job(model, "best", step, seed, targets))
+                jobs.append(_job(model, "best", step, seed, targets, images=MANY_IMAGES))
     return jobs
 
 
@@ -243,7 +256,7 @@ def curve_jobs(model: str) -> list[Job]:
 def _turn(job: Job) -> tuple[bool, bool, bool]:
     """When a headline of ResNet56 runs: ranked per cost before all, then the first seed, by three probes first."""
     assert isinstance(job.prune, PruneStep)
-    return not job.prune.per_cost, job.recipe.seed > 0, job.prune.probes is None
+    return not job.prune.per_cost or job.images > IMAGES, job.recipe.seed > 0, job.prune.probes is None
 
 
 def jobs() -> list[Job]:
@@ -271,6 +284,8 @@ def headline_networks() -> dict[str, str]:
     for job in jobs():
         step = job.prune
         if job.recipe.seed or not isinstance(step, PruneStep) or step.probes:
+            continue
+        if job.images != IMAGES and not job.teacher:
             continue
         percent = int(round(100 * (step.flops or step.params or 0), 2))
         method = ("hap-implant" if step.implant else "hap") + ("-per-cost" if step.per_cost else "")

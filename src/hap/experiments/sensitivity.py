@@ -13,7 +13,7 @@ from torch import nn
 
 import hap
 from hap.checkpoint import load
-from hap.data import Data
+from hap.data import Batch, Data
 from hap.experiments.campaign import Folders
 from hap.experiments.config import PruneStep
 from hap.experiments.networks import example_of, fresh
@@ -22,7 +22,7 @@ from hap.experiments.steps import calibration, probe_record, score_step, sensiti
 from hap.files import write_json
 from hap.planning import Budget
 from hap.provenance import provenance
-from hap.scoring import Criterion, HessianTrace, Random
+from hap.scoring import Criterion, HessianTrace, Random, Scores
 
 TARGET = "sensitivity"
 CHANNELS = (0.5, 0.45, 0.4, 0.31)
@@ -32,7 +32,7 @@ DRAWS = 3
 
 @dataclass(frozen=True)
 class Look:
-    """One record about the scores of a dense network: `what` is probes, layers, shapes or seconds. Without `dense`, the
+    """One record about the scores of a dense network: `what` is one of `KINDS`. Without `dense`, the
     name of the job that trained it, the network is untrained, which makes no difference to seconds."""
 
     name: str
@@ -40,6 +40,7 @@ class Look:
     what: str
     dense: str | None = None
     probes: int = 300
+    images: tuple[int, ...] = (IMAGES, 10_000)
 
 
 def pending(looks: Sequence[Look], folders: Folders) -> list[Look]:
@@ -117,21 +118,51 @@ def _shapes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
     return {"kind": "hap-shapes", "format": 1, "images": sum(len(y) for _, y in batches), "rows": rows}
 
 
+def _images(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+    """How far two draws of training images agree on the exact scores, and on the channels that stay at the paper's
+    first row, by the number of images; and the share of the loss's curvature that one in twenty images carries."""
+    groups = hap.trace(model, example_of(data).to(data.train.images.device), "union")
+    rows = []
+    for count in look.images:
+        draws = [calibration(data, model, count, seed) for seed in range(2)]
+        scores = [hap.score(model, groups, batches, F.cross_entropy, "hessian") for batches in draws]
+        kept = [hap.plan(groups, one, Budget(flops=0.3874)).kept for one in scores]
+        pairs = [{(layer, unit) for layer, units in one.items() for unit in units} for one in kept]
+        rows.append({"images": sum(len(y) for _, y in draws[0]), "rank_correlation": _rank_correlation(*scores),
+                     "kept_in_both": len(pairs[0] & pairs[1]) / len(pairs[0] | pairs[1]),
+                     "carried_by_a_twentieth": _carried(model, draws[0], 0.05)})  # fmt: skip
+    return {"kind": "hap-score-images", "format": 1, "rows": rows}
+
+
+def _rank_correlation(first: Scores, second: Scores) -> float:
+    ranks = [torch.cat(list(scores.values())).argsort().argsort().double() for scores in (first, second)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+@torch.no_grad()
+def _carried(model: nn.Module, batches: Sequence[Batch], share: float) -> float:
+    """The part of the sum over images of trace(H), H the loss's Hessian in the logits, that the largest hold."""
+    traces = torch.cat([1 - model(x).double().softmax(1).square().sum(1) for x, _ in batches]).sort(descending=True)[0]
+    return float(traces[: max(1, round(share * len(traces)))].sum() / traces.sum())
+
+
 KINDS: dict[str, Callable[[nn.Module, Data, Look], dict[str, Any]]] = {
     "probes": _probes,
     "layers": _layers,
     "shapes": _shapes,
+    "images": _images,
     "seconds": _seconds,
 }
 
 
 def looks(resnet56: str) -> list[Look]:
     """The paper's: probes and layers of ResNet56, as trained by a job, and seconds of three networks. Besides, the
-    shapes that the public code's number of probes leads to."""
+    shapes that the public code's number of probes leads to, and how far scores depend on the images."""
     timed = ("resnet56", "preresnet29", "wide_resnet32")
     return [
         Look("sensitivity-layers", "resnet56", "layers", resnet56),
         Look("sensitivity-probes", "resnet56", "probes", resnet56),
         Look("sensitivity-shapes", "resnet56", "shapes", resnet56, probes=3),
+        Look("sensitivity-images", "resnet56", "images", resnet56),
         *(Look(f"sensitivity-seconds-{model}", model, "seconds") for model in timed),
     ]

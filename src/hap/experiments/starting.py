@@ -21,7 +21,7 @@ from hap.experiments.steps import calibration, prune_step, score_step
 from hap.plans import Plan
 
 IMAGES = 512
-"""Training images that every method is given to score on."""
+"""Training images that every method is given to score on, unless its job says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Pruned:
     seconds: float
 
 
-def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path) -> Pruned:
-    """Prune in place."""
+def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES) -> Pruned:
+    """Prune in place; a PruneStep scores on so many `images`."""
     begun = time.monotonic()
     if isinstance(step, EigenStep):
         batches = calibration(data, model, IMAGES, seed)
@@ -64,7 +64,7 @@ def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path) -> P
     if isinstance(step, BorrowedStep):
         plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
         return Pruned(plan, None, time.monotonic() - begun)
-    groups, scores = score_step(model, data, step, IMAGES, seed, lambda _: None)
+    groups, scores = score_step(model, data, step, images, seed, lambda _: None)
     seconds = time.monotonic() - begun
     return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
 

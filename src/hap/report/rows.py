@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hap.experiments.campaign import Job
-from hap.experiments.starting import BorrowedStep, EigenStep
+from hap.experiments.starting import IMAGES, BorrowedStep, EigenStep
 
 Record = Mapping[str, Any]
 CRITERIA = {"hessian": "HAP", "magnitude": "Magnitude", "random": "Random", "reversed-hessian": "Reversed HAP",
@@ -93,6 +93,8 @@ def label(job: Job) -> str:
         name += ", per cost"
     if step.probes:
         name += f", {step.probes} probes"
+    if job.images != IMAGES and not job.teacher:
+        name += f", {job.images:,} images"
     return f"{name}, coupled" if step.coupling == "joint" and step.criterion == "hessian" else name
 
 
