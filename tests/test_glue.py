@@ -461,6 +461,10 @@ def test_the_page_says_whether_the_claim_holds(
             changed = record | {"criterion": criterion, "seed": seed, "budgets": [record["budgets"][0], *parts]}
             (tmp_path / f"{criterion}-{seed}.json").write_text(json.dumps(changed))
     text = render(tmp_path)
+    assert "trained anew" not in text
+    changed["dense"] = record["dense"] | {"loss": [0.5]}
+    (tmp_path / f"{criterion}-{seed}.json").write_text(json.dumps(changed))
+    assert f"the same dense network with seed {seed}: it was trained anew" in render(tmp_path)
     assert verdict in text and all(f"| {name} |" in text for name in NAMES.values())
 
 

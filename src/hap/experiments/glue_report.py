@@ -86,7 +86,17 @@ def _about(task: str, records: Sequence[Record]) -> str:
     return (
         f"{examples['train']:,} examples to train on, {examples['dev']:,} to measure on.{split} "
         f"{before:,} steps of fine-tuning before pruning and {after:,} after; seeds {', '.join(map(str, seeds))}."
+        f"{_trained_anew(records, seeds)}"
     )
+
+
+def _trained_anew(records: Sequence[Record], seeds: Sequence[int]) -> str:
+    """Criteria of a seed are compared on one dense network; a folder of work that was lost makes them several."""
+    losses = {seed: {tuple(r["dense"]["loss"]) for r in records if r["seed"] == seed} for seed in seeds}
+    several = [str(seed) for seed, found in losses.items() if len(found) > 1]
+    if not several:
+        return ""
+    return f" Not all criteria start from the same dense network with seed {', '.join(several)}: it was trained anew."
 
 
 def _cells(records: Sequence[Record], criterion: str, shares: Sequence[float], field: str) -> list[str]:
