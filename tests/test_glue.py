@@ -522,7 +522,8 @@ def test_costs_of_scores_beside_training(campaign: Path) -> None:
     record = json.loads((campaign / "results" / "costs-cpu.json").read_text())
     assert [(row["criterion"], row["batch"]) for row in record["rows"]] == list(head_costs.MEASURED)
     epoch, plain = record["dense"]["seconds_per_epoch"], record["plain"]
-    assert plain["steps"] == 6 and plain["step_memory"] is None and record["rows"][0]["of_a_plain_epoch"] > 0
+    assert plain["steps"] == 6 and plain["step_memory"] is None and plain["seconds_per_epoch"] > 0
+    assert all(row["of_a_plain_epoch"] == row["seconds"] / plain["seconds_per_epoch"] for row in record["rows"])
     assert epoch == pytest.approx(record["dense"]["seconds"] / 6)
     assert all(row["of_an_epoch"] == pytest.approx(row["seconds"] / epoch) for row in record["rows"])
     assert all(row["examples"] == 32 and row["of_a_step"] is None for row in record["rows"])

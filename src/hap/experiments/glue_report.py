@@ -180,7 +180,8 @@ def _costs(found: Sequence[Record]) -> list[str]:
         step = f", its largest {plain['step_memory'] / 2**30:.2f} GiB" if plain["step_memory"] else ""
         lines += [
             f"On {where}, {record['rows'][0]['examples']} texts of {record['task']}; one epoch of fine-tuning took "
-            f"{dense['seconds_per_epoch']:.2f} s, of steps that are not recorded {plain['seconds']:.2f} s{step}.",
+            f"{dense['seconds_per_epoch']:.2f} s, of steps that are not recorded "
+            f"{plain['seconds_per_epoch']:.2f} s{step}.",
             "",
             *_table(
                 ["criterion", "texts at once", "s", "of an epoch", "of a plain one", "peak, GiB", "of a step's"], rows

@@ -38,7 +38,7 @@ def measure(campaign: Campaign, task: str, out: Path) -> dict[str, Any]:
     for criterion, size in MEASURED:
         taken = campaign.score(Job(task, criterion, 0), model, size, warm_up=True)[1]
         memory = taken["peak_memory"] and taken["peak_memory"] / plain["step_memory"]
-        epochs = {"of_an_epoch": dense["seconds_per_epoch"], "of_a_plain_epoch": plain["seconds"]}
+        epochs = {"of_an_epoch": dense["seconds_per_epoch"], "of_a_plain_epoch": plain["seconds_per_epoch"]}
         ratios = {name: taken["seconds"] / seconds for name, seconds in epochs.items()}
         rows.append({"criterion": criterion, **taken, **ratios, "of_a_step": memory})
     record = {
@@ -51,10 +51,11 @@ def measure(campaign: Campaign, task: str, out: Path) -> dict[str, Any]:
 
 
 def plain_epoch(model: nn.Module, data: Encoded, tuning: Tuning) -> dict[str, Any]:
-    """Seconds of an epoch of steps that are not recorded, on a copy that is thrown away, and the memory that its
-    largest step needs, None where that is not counted."""
+    """An epoch of steps that are not recorded, or as much of it as the tuning allows, on a copy that is thrown away:
+    its seconds, and the memory that its largest step needs, None where that is not counted."""
     device, held = data.labels.device, sum(p.numel() * p.element_size() for p in model.parameters())
     with use_of(device) as use:
-        steps = tune([copy.deepcopy(model)], data, replace(tuning, epochs=1), graphs=False)[0].steps
+        tuned = tune([copy.deepcopy(model)], data, replace(tuning, epochs=1), graphs=False)[0]
     memory = None if use.peak_memory is None else use.peak_memory - held  # the model itself is there as well
-    return {"seconds": use.seconds, "steps": steps, "step_memory": memory}
+    epoch = tuned.seconds / tuned.steps * (len(data) // tuning.batch)
+    return {"seconds_per_epoch": epoch, "steps": tuned.steps, "step_memory": memory}
