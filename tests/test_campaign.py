@@ -130,6 +130,11 @@ def test_a_dense_network_that_was_not_kept_is_trained_again_only_where_a_job_nee
     put_dense(folders)
     folders.network("dense").unlink()
     assert status(jobs, folders) == {"done": [], "ready": ["dense"], "waiting": ["pruned"]}
+    folders.work.mkdir(parents=True, exist_ok=True)
+    folders.started("pruned").touch()
+    assert status(jobs, folders) == {"done": ["dense"], "ready": ["pruned"], "waiting": []}
+    taught = [jobs[0], replace(jobs[1], teacher=True)]
+    assert status(taught, folders) == {"done": [], "ready": ["dense"], "waiting": ["pruned"]}
     write_json(folders.result("pruned"), {})
     assert status(jobs, folders) == {"done": ["dense", "pruned"], "ready": [], "waiting": []}
 
@@ -179,6 +184,10 @@ def test_targets_select_jobs_with_the_dense_ones_they_need_and_unknown_ones_are_
     jobs = make_jobs()
     assert [j.name for j in select(jobs, "rows")] == ["dense", "pruned"]
     assert select(jobs, "all") == jobs
+    assert [j.name for j in select(jobs, "tables", "d*")] == ["dense"]
+    assert [j.name for j in select(jobs, "all", "pr*")] == ["dense", "pruned"]
+    with pytest.raises(hap.HapError, match=r"no run of rows is named like 'x\*'"):
+        select(jobs, "rows", "x*")
     with pytest.raises(hap.HapError, match=r"target is 'nothing'.*rows, tables"):
         select(jobs, "nothing")
 

@@ -25,6 +25,9 @@ def reproduce(
         str, typer.Argument(help=f"A table or figure by name ({', '.join(TARGETS)}, {sensitivity.TARGET}), or all.")
     ],
     data: Annotated[str | None, typer.Option(help="The folder with CIFAR-10.")] = None,
+    only: Annotated[
+        str, typer.Option("--jobs", help="Only runs with such names, as *-seed0, and the dense networks they need.")
+    ] = "*",
     state: Annotated[bool, typer.Option("--status", help="Only say what is done and what is left.")] = False,
     render: Annotated[
         bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
@@ -58,7 +61,7 @@ def reproduce(
         _render(folders, page)
         return
     looks = sensitivity.looks(dense_name("resnet56", "paper", 0)) if target in ("all", sensitivity.TARGET) else []
-    chosen = _jobs(target, looks)
+    chosen = _jobs(target, looks, only)
     if state or data is None:
         _show(chosen, looks, folders)
         return
@@ -67,10 +70,10 @@ def reproduce(
         _work(chosen, looks, loaded, folders, Manner(together, stack, compiled, masked_from), seconds, revision)
 
 
-def _jobs(target: str, looks: list[Look]) -> list[Job]:
+def _jobs(target: str, looks: list[Look], pattern: str) -> list[Job]:
     """The jobs of a target; for the sensitivity figures, the dense network that they look at."""
     if target != sensitivity.TARGET:
-        return select(jobs(), target)
+        return select(jobs(), target, pattern)
     return [job for job in jobs() if job.name in {look.dense for look in looks}]
 
 

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -79,17 +80,23 @@ def pending(jobs: Sequence[Job], folders: Folders) -> list[Job]:
     """Jobs that can run now and have no result, in the order given.
 
     A dense network that is too large to keep may be gone while its result is there: it is trained again if some job
-    that has no result starts from it.
+    that has no result needs it.
     """
     left = [j for j in jobs if not folders.result(j.name).exists()]
-    missing = {j.dense for j in left if j.dense is not None and not folders.network(j.dense).exists()}
+    missing = {j.dense for j in left if not _has_dense(j, folders)}
     return [j for j in jobs if j.name in missing or (j in left and _can_start(j, folders))]
 
 
 def _can_start(job: Job, folders: Folders) -> bool:
     if isinstance(job.prune, BorrowedStep) and not (folders.plans / f"{job.prune.name}.json").exists():
         return False
-    return job.dense is None or folders.network(job.dense).exists()
+    return _has_dense(job, folders)
+
+
+def _has_dense(job: Job, folders: Folders) -> bool:
+    """Whether the dense network is there, if the job needs it: pruned from it already, it does so as a teacher only."""
+    made = folders.started(job.name).exists() and not job.teacher
+    return job.dense is None or made or folders.network(job.dense).exists()
 
 
 @dataclass(frozen=True)
@@ -261,12 +268,15 @@ def status(jobs: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
             "waiting": [j.name for j in jobs if j.name not in ready and j.name not in done]}  # fmt: skip
 
 
-def select(jobs: Sequence[Job], target: str) -> list[Job]:
-    """The jobs of a table or figure, by its name, with the dense networks that they start from; "all" for every one."""
+def select(jobs: Sequence[Job], target: str, pattern: str = "*") -> list[Job]:
+    """The jobs of a table or figure, by its name, with the dense networks that they start from; "all" for every one.
+    With a `pattern` such as `*-seed0`, those of them whose names match it."""
     known = sorted({t for j in jobs for t in j.targets})
     if target != "all" and target not in known:
         raise HapError(f"target is {target!r}; expected all or one of {', '.join(known)}")
-    chosen = [j for j in jobs if target == "all" or target in j.targets]
+    chosen = [j for j in jobs if (target == "all" or target in j.targets) and fnmatch(j.name, pattern)]
+    if not chosen:
+        raise HapError(f"no run of {target} is named like {pattern!r}; hap reproduce {target} --status lists them")
     needed = {j.dense for j in chosen}
     return [j for j in jobs if j in chosen or j.name in needed]
 
