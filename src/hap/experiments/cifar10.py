@@ -169,12 +169,16 @@ def more_images() -> list[Job]:
 
 
 def _controls() -> list[Job]:
-    """Other rankings at the FLOPs of HAP's rows, and low rank at those of HAP+Implant's."""
+    """Other rankings at the FLOPs of HAP's rows, and low rank at those of HAP+Implant's. By the norm of a channel, not
+    divided by its size, about the shares of the paper's magnitude rows are left; by its words, ||w||^2 / p, they are
+    not: so the headlines run with both."""
     jobs = []
     for criterion, rows in CONTROLS.items():
         for (flops, _, _), paper in zip(HAP_ROWS, rows, strict=False):
             step = _step(criterion, flops, criterion=criterion)
             jobs.append(_job("resnet56", "paper", step, 0, ("ablation",), _figures(*paper)))
+    for flops in (row[0] for row in HAP_ROWS if row[0] in HEADLINES):
+        jobs.append(_job("resnet56", "paper", _step("l1", flops, criterion="l1"), 0, ("ablation",)))
     for flops, paper in LOW_RANK.items():
         step = _step("low-rank", flops, implant=1.0, implant_kind="LowRank", implant_init="center")
         jobs.append(_job("resnet56", "paper", step, 0, ("implants",), _figures(*paper)))

@@ -123,7 +123,7 @@ def claims(page: Page) -> str:
     ablation, meeting = page.of("ablation"), [*page.of("implants"), *page.of("head-to-head")]
     ranked = [*ablation, *page.of("rankings")]
     lines = []
-    for below in ("Magnitude", "Random", "Reversed HAP"):
+    for below in ("Magnitude", "L1 norm", "Random", "Reversed HAP"):
         lines.append(_claim("ResNet56", "HAP", below, ablation, page))
     for above, below in (("HAP, per cost", "HAP"), ("HAP, per cost", "HAP, 3 probes"), ("HAP, 3 probes", "Random")):
         lines.append(_claim("ResNet56", above, below, ranked, page))
@@ -246,7 +246,9 @@ the paper does not."""
 def ablation(page: Page) -> str:
     rows = [r for r in page.of("ablation") if r.budget[1] != 21.0]
     rows.sort(key=lambda row: (-row.budget[1], row.label != "HAP", row.label))
-    text = "Which channels go, at the same FLOPs. The paper's controls stand at somewhat more FLOPs."
+    text = """Which channels go, at the same FLOPs. The paper's controls stand at somewhat more FLOPs. Magnitude is the
+mean square of a channel's weights, as the paper defines it; the sum of their absolute values (L1 norm) leaves more of
+late layers, and with that shares of FLOPs and parameters nearer to the paper's rows of magnitude."""
     return f"## What ranks the channels\n\n{command('ablation')}\n\n{text}\n\n{result_table(rows)}"
 
 

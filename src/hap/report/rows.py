@@ -14,7 +14,7 @@ from hap.experiments.starting import IMAGES, BorrowedStep, EigenStep
 
 Record = Mapping[str, Any]
 CRITERIA = {"hessian": "HAP", "magnitude": "Magnitude", "random": "Random", "reversed-hessian": "Reversed HAP",
-            "bn-scale": "BN scale (slimming)"}  # fmt: skip
+            "bn-scale": "BN scale (slimming)", "l1": "L1 norm"}  # fmt: skip
 BORROWED = {"magnitude": "group magnitude", "taylor": "Taylor", "bn-scale": "BN scale"}
 
 
