@@ -12,6 +12,7 @@ from torch import nn
 import hap
 from cases import CASES
 from checks import assert_unchanged, check_cost, gap, random_plan, run, snapshot, traced
+from hap import exporting
 
 
 def onnx_outputs(path: Path, example: torch.Tensor) -> list[torch.Tensor]:
@@ -160,6 +161,30 @@ def test_attention_in_windows(mask: torch.Tensor | None, tmp_path: Path) -> None
     model, example = Windows(mask).eval(), torch.randn(2, 6, 8)
     path = hap.export(tmp_path / "a.onnx", model, example)
     assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
+
+
+class Clamped(nn.Module):
+    """Clamps one value several times, by limits that are tensors, and takes types from other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("low", torch.tensor([-0.5, -0.2, -torch.inf]))
+        self.register_buffer("high", torch.tensor([0.1, torch.inf, 0.3]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        clamped = [layer(y.clamp(self.low[i], self.high[i])) for i, layer in enumerate(self.layers)]
+        return sum(clamped) + torch.arange(4).type_as(x)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def test_several_clamps_of_one_value(tmp_path: Path) -> None:
+    model, example = Clamped().eval(), torch.randn(2, 4)
+    path = hap.export(tmp_path / "a.onnx", model, example)
+    assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
+    graph = exporting.capture(model, example).graph
+    assert {exporting.CLAMP, exporting.TYPE_AS} <= {node.target for node in graph.nodes}
 
 
 def test_one_batch_size(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
@@ -19,6 +20,8 @@ from hap.files import write_atomic
 from hap.folding import fold_batchnorms
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+TYPE_AS = torch.ops.aten.type_as.default
+CLAMP = torch.ops.aten.clamp.Tensor
 
 
 def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True) -> Path:
@@ -112,8 +115,8 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
         raise HapError(
             "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
         ) from error
-    if any(n.target is ATTENTION and n.args[0].meta["val"].ndim != 4 for n in program.graph.nodes):
-        program = program.run_decompositions({ATTENTION: _attention})  # torch.onnx knows four dimensions alone
+    if table := {n.target: _IN_OTHER_WORDS[n.target] for n in program.graph.nodes if _is_unknown(n)}:
+        program = program.run_decompositions(table)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch.onnx uses what torch gives up; nobody here can help it
@@ -122,9 +125,30 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
     converted.save(str(path), external_data=False)
 
 
+def _is_unknown(node: Node) -> bool:
+    """Whether torch.onnx has no right translation of an operator. Of attention it has that with four dimensions."""
+    if node.target is ATTENTION:
+        return node.args[0].meta["val"].ndim != 4  # type: ignore[union-attr]
+    return node.target in _IN_OTHER_WORDS
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any,
                **kwargs: Any) -> Tensor:  # fmt: skip
     """Attention as the products and the softmax that it is. These add a mask, also one that says where to look."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, mask, *args, **kwargs)[0]
+
+
+def _type_as(x: Tensor, other: Tensor) -> Tensor:
+    return x.to(other.dtype)
+
+
+def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    """Limits that are tensors get names of their own in ONNX, which clash where one value is clamped several times."""
+    x = x if low is None else torch.where(x < low, low, x)
+    return x if high is None else torch.where(x > high, high, x)
+
+
+_IN_OTHER_WORDS: dict[Any, Callable[..., Tensor]] = {ATTENTION: _attention, TYPE_AS: _type_as, CLAMP: _clamp}
+"""What stands for operators that not every torch.onnx translates, or not rightly."""
