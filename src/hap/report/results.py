@@ -247,8 +247,8 @@ def ablation(page: Page) -> str:
     rows = [r for r in page.of("ablation") if r.budget[1] != 21.0]
     rows.sort(key=lambda row: (-row.budget[1], row.label != "HAP", row.label))
     text = """Which channels go, at the same FLOPs. The paper's controls stand at somewhat more FLOPs. Magnitude is the
-mean square of a channel's weights, as the paper defines it; the sum of their absolute values (L1 norm) leaves more of
-late layers, and with that shares of FLOPs and parameters nearer to the paper's rows of magnitude."""
+mean square of a channel's weights, as the paper defines it; L1 norm, which it does not have, is the sum of their
+absolute values, so that the channels of late layers, which have more weights, stay longer."""
     return f"## What ranks the channels\n\n{command('ablation')}\n\n{text}\n\n{result_table(rows)}"
 
 
