@@ -83,6 +83,28 @@ def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pyte
     assert len(references) == 6  # one for each round of a model as small as one of these blocks
 
 
+class Idle(Heads):
+    """Three more attributes that are as long by chance. Its forward reads one of them."""
+
+    def __init__(self, heads: int, fixed: bool = False):
+        super().__init__(heads, fixed)
+        self.one = self.two = self.three = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if self.one > 0 else 2.0)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
+    model = nn.Sequential(Idle(6, fixed), Hidden(), nn.Linear(24, 5)).double()
+    monkeypatch.setattr(trials, "SMALL_MODEL", 0)
+    runs = counting(monkeypatch, trials, "check_by_running")
+    groups = hap.trace(model, example())
+    assert followers(groups) == (set() if fixed else {("0", "heads")})
+    assert len(runs) == 4  # 8, and 35 with a fixed number, if all choices among the five are tried
+    assert type(model[0]) is Idle
+
+
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(comparing.TOLERANCE, torch.float32, 0.0)
     doubled = counting(monkeypatch, trials, "in_float64")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections import OrderedDict
-from functools import cache
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -45,7 +45,7 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _plain(kind: Any) -> bool:
     """Whether all that makes a module of this class is among its attributes, and it has no way of its own to copy."""
     ways = (kind.__new__, kind.__reduce_ex__, kind.__reduce__, kind.__getstate__)

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from hap.groups import Bools, Groups, Ints, Length
+from hap.watching import SETTINGS, watch_
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
 
-SETTINGS = (bool, str, type(None), torch.dtype)
-"""Attributes of these types steer what a forward does. Numbers show in the graph wherever they count."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -89,35 +88,8 @@ def skip_(model: nn.Module, blocks: Iterable[str]) -> set[str]:
     """Let these blocks return what they are given. The set fills with what others read of them, here or in copies."""
     looked: set[str] = set()
     for name in blocks:
-        block: Any = model.get_submodule(name)
-        kind: Any = type(block)
-        block._note = looked.add  # copies of the block share it
-        block.__class__ = _passing(kind)
+        watch_(model.get_submodule(name), looked.add, passing=True)
     return looked
-
-
-@lru_cache(maxsize=64)
-def _passing(kind: Any) -> type[nn.Module]:
-    """Modules of this class that return what they are given, and note which numbers, tensors and modules are read."""
-
-    class Passing(kind):
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return x
-
-        def __getattribute__(self, name: str) -> Any:
-            return _noted(self, name, super().__getattribute__(name))
-
-        def __getattr__(self, name: str) -> Any:  # what is in no dictionary of the object: tensors and submodules
-            return _noted(self, name, super().__getattr__(name))
-
-    Passing.__name__, Passing.__qualname__, Passing.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return Passing
-
-
-def _noted(block: Any, name: str, value: Any) -> Any:
-    if not name.startswith("_") and name != "training" and not isinstance(value, (*SETTINGS, MethodType)):
-        block._note(name)
-    return value
 
 
 def without(groups: Groups, repeats: Repeats) -> Groups:
@@ -269,7 +241,10 @@ def _frozen(values: Any) -> Any:
 
 
 def _settings(module: nn.Module) -> Any:
-    """What else steers a module's forward. None: it has hooks or a forward of its own."""
+    """What else steers a module's forward. None: it has hooks or a forward of its own.
+
+    Numbers show in the graph wherever they count.
+    """
     own = vars(module)
     if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
         return None

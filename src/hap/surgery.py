@@ -138,7 +138,7 @@ def _follow(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
     for owner, before in touched.items():
         _sync(modules[owner], before)
     for resize in plan.resizes:
-        old = getattr(modules[resize.module], resize.attribute)
+        old = vars(modules[resize.module])[resize.attribute]
         if isinstance(old, tuple | list):
             new = type(old)([*old[: resize.entry], resize.value, *old[resize.entry + 1 :]])
         setattr(modules[resize.module], resize.attribute, new if isinstance(old, tuple | list) else resize.value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
-from collections.abc import Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,9 @@ from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, skip_, without
 from hap.surgery import check_by_running, variant
 from hap.telling import telling_weights
+from hap.watching import watch_
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
-Round = tuple[int, frozenset[str], frozenset[int]]
-"""A number of a round, the groups that lose units in it, and the ids of the attributes that follow them."""
 
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -50,6 +49,20 @@ LARGE_MODEL = 20_000
 """Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
 
 
+@dataclass(frozen=True)
+class End:
+    """How a round of a trial ended: whether the model did without, and else the module that failed.
+
+    Attributes, by their ids, that `followed`, and those that were `read` till then. With others that were not read it
+    would have ended just so.
+    """
+
+    followed: frozenset[int]
+    read: frozenset[int]
+    fits: bool
+    failed: str | None
+
+
 class Trial:
     """Which groups a forward can do without some of. Those that pass through reshapes or splits are suspects.
 
@@ -62,11 +75,14 @@ class Trial:
         repeats: Repeats = NONE, sliced: Ints = NOTHING,
     ):  # fmt: skip
         self.example, self.groups = example, without(groups, repeats)
-        self.model, self.looked = _prepared(model, self.groups, repeats)
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
         self.repeats, self.attributes = repeats, candidates
         self.cost = CostModel(self.groups)
+        self.looked: set[str] = set()
+        self.read: set[tuple[str, str]] = set()
+        self.watched: set[str] = set()
         self.candidates = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
+        self.model = self._prepared(model)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
         self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups)
         self.able = [n for n in self.groups if self.removals[0][1][n]]
@@ -74,10 +90,32 @@ class Trial:
         self.rest: list[str] = []
         self.rest_lengths: list[Length] = []
         self.found: list[Length] = []
-        self.wanted: dict[Round, list[Any]] = {}
-        self.known: dict[Round, tuple[bool, str | None]] = {}
+        self.wanted: dict[tuple[int, frozenset[str], frozenset[int]], list[Any]] = {}
+        self.ends: dict[tuple[int, frozenset[str]], list[End]] = {}
         self.failed: str | None = None
         self.ran = False
+
+    def _prepared(self, model: nn.Module) -> nn.Module:
+        """The model that is tried: without the blocks that repeat others, and with watched attributes.
+
+        One that cannot be copied is left as it is: every trial of it fails on that again.
+        """
+        try:
+            model = _telling(model, self.groups)
+            made = variant(model, {}) if self.repeats.blocks or self.candidates else model
+            self.looked = skip_(made, self.repeats.blocks)
+            self.watched = self._watch(made)
+            return made
+        except Exception:  # copying runs code of whatever the model holds
+            return model
+
+    def _watch(self, model: nn.Module) -> set[str]:
+        """Note which candidates are read. Returns the modules of which that shows: not those that get a new class."""
+        modules = {x.module: model.get_submodule(x.module) for x in self.candidates}
+        watched = {n: m for n, m in modules.items() if not isinstance(m, nn.MultiheadAttention)}
+        for name, module in watched.items():
+            watch_(module, _noter(self.read, name))
+        return set(watched)
 
     def _reach(self, name: str) -> Ints:
         classes = self.groups[name].classes
@@ -235,21 +273,21 @@ class Trial:
         return None
 
     def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
-        """Whether the model does without parts of these groups. No round is run twice."""
+        """Whether the model does without parts of these groups. No round is run if it is known how it would end."""
         following = {id(x): x for x in (*self.rest_lengths, *lengths)}
         cut = [*dict.fromkeys([*names, *self.rest])]
         for number in range(len(self.removals[:rounds]) if names else 0):
-            key = (number, frozenset(cut), frozenset(following))
-            if key not in self.known:
-                self.known[key] = self._fits_once(number, cut, following)
-            fits, failed = self.known[key]
-            if not fits:
-                self.failed = failed
+            known = self.ends.setdefault((number, frozenset(cut)), [])
+            end = next((e for e in known if e.followed & e.read == following.keys() & e.read), None)
+            if end is None:
+                known.append(end := self._end(number, cut, following))
+            if not end.fits:
+                self.failed = end.failed
                 return False
         return True
 
-    def _fits_once(self, number: int, cut: list[str], following: dict[int, Length]) -> tuple[bool, str | None]:
-        """Whether a round goes well, and else the module that failed.
+    def _end(self, number: int, cut: list[str], following: dict[int, Length]) -> End:
+        """How a round ends in which these groups lose units and these attributes, by id, follow.
 
         What a norm spans changes values, so as much of it goes from both models that are compared. That these run with
         other parts of it, and return tensors of the same shapes, is tried by itself.
@@ -261,32 +299,29 @@ class Trial:
         # whatever attributes follow, the result is to be the same: unless they follow what is spanned
         key = (number, frozenset(cut), frozenset(following if spanned else ()))
         base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
+        fits, failed = True, None
+        self.read.clear()
         try:
-            wanted = self._run(replace(drafted(plan), exact=True), drafted(base), self.wanted.get(key))
+            self.wanted[key] = self._run(replace(drafted(plan), exact=True), drafted(base), self.wanted.get(key))
             if spanned:
-                self._run(drafted({n: fewer[n] for n in cut}), None, wanted)
+                self._run(drafted({n: fewer[n] for n in cut}), None, self.wanted[key])
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
-            return False, _failing_module(error)
-        self.wanted[key] = wanted
-        self.ran = True
-        self._be_precise(wanted)
-        return True, None
+            fits, failed = False, _failing_module(error)
+        else:
+            self.ran = True
+            self._be_precise(self.wanted[key])
+        read = frozenset(id(x) for x in self.candidates if self._was_read(x))
+        return End(frozenset(following), read, fits, failed)
+
+    def _was_read(self, length: Length) -> bool:
+        return length.module not in self.watched or (length.module, length.attribute) in self.read
 
     def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
 
 
-def _prepared(model: nn.Module, groups: Groups, repeats: Repeats) -> tuple[nn.Module, set[str]]:
-    """The model that is tried, and a set that fills with what is read of the blocks that it skips.
-
-    One that cannot be copied is left as it is: every trial of it fails on that again.
-    """
-    try:
-        model = _telling(model, groups)
-        made = variant(model, {}) if repeats.blocks else model
-        return made, skip_(made, repeats.blocks)
-    except Exception:  # copying runs code of whatever the model holds
-        return model, set()
+def _noter(read: set[tuple[str, str]], module: str) -> Callable[[str], None]:
+    return lambda attribute: read.add((module, attribute))
 
 
 def _telling(model: nn.Module, groups: Groups) -> nn.Module:
