@@ -265,7 +265,12 @@ class _Pairing:
     def __init__(self, groups: Groups, candidates: list[Length]):
         self.groups, self.candidates = groups, candidates
         self.times = self._count(groups.axes)
-        self.owner = {c: name for name, group in groups.items() for c in group.classes.tolist()}
+        self.names, self.sizes = list(groups), np.array([len(g.classes) for g in groups.values()], dtype=np.int64)
+        self.owner: Ints = np.full(groups.classes, -1, dtype=np.int64)
+        for number, group in enumerate(groups.values()):
+            self.owner[group.classes] = number
+        self.spanned = np.zeros(groups.classes, dtype=bool)
+        self.spanned[list(groups.spanned)] = True
 
     def __call__(self, name: str, known: str) -> tuple[dict[str, str], dict[int, int]] | None:
         """Groups and candidates of `name`, each with its like in `known`. None, if they are not tied alike."""
@@ -275,23 +280,27 @@ class _Pairing:
         none = np.zeros(1, np.int64)
         sides = [np.concatenate([none, *(side[key] for key in mine)]) for side in (mine, theirs)]
         codes = np.unique(sides[0] * self.groups.classes + sides[1])  # faster than rows of two
-        pairs = np.stack(np.divmod(codes, self.groups.classes), axis=1)
-        if not all(len(np.unique(column)) == len(column) for column in pairs.T):
+        left, right = np.divmod(codes, self.groups.classes)
+        if not all(len(np.unique(column)) == len(column) for column in (left, right)):
             return None
-        traits = [self._traits(axes, column) for axes, column in ((mine, pairs[:, 0]), (theirs, pairs[:, 1]))]
-        others = ~traits[0][0]
-        if not np.array_equal(traits[0], traits[1]) or not np.array_equal(pairs[others, 0], pairs[others, 1]):
+        traits = [self._traits(axes, column) for axes, column in ((mine, left), (theirs, right))]
+        inside = traits[0][0]
+        if not np.array_equal(traits[0], traits[1]) or not np.array_equal(left[~inside], right[~inside]):
             return None
-        to = dict(pairs.tolist())
-        groups, lengths = self._groups(to, pairs[traits[0][0], 0].tolist()), self._lengths(name, known, to)
+        to: Ints = np.full(self.groups.classes, -1, dtype=np.int64)
+        to[left] = right
+        groups, lengths = self._groups(left[inside], right[inside]), self._lengths(name, known, to)
         return None if groups is None or lengths is None else (groups, lengths)
 
-    def _groups(self, to: Mapping[int, int], own: list[int]) -> dict[str, str] | None:
+    def _groups(self, mine: Ints, theirs: Ints) -> dict[str, str] | None:
         """The groups of these classes, which stand in one block alone, each with its like."""
-        pairs = {(self.owner.get(c, ""), self.owner.get(to[c], "")) for c in own}
-        found, inside = dict(pairs), set(own)
-        whole = all(n and inside.issuperset(self.groups[n].classes.tolist()) for n in found)
-        return found if whole and len(found) == len(pairs) and all(found.values()) else None
+        owners = [self.owner[classes] for classes in (mine, theirs)]
+        if any((owner < 0).any() for owner in owners):
+            return None
+        left, right = np.divmod(np.unique(owners[0] * len(self.names) + owners[1]), max(len(self.names), 1))
+        whole = np.array_equal(np.bincount(owners[0], minlength=len(self.names))[left], self.sizes[left])
+        found = {self.names[i]: self.names[j] for i, j in zip(left.tolist(), right.tolist(), strict=True)}
+        return found if whole and len(found) == len(left) else None
 
     def _axes(self, block: str) -> dict[tuple[str, int], Ints]:
         start = f"{block}."
@@ -304,9 +313,9 @@ class _Pairing:
     def _traits(self, axes: Mapping[Any, Ints], classes: Ints) -> Bools:
         """Which of these classes stand in this block alone, and which are spanned by a norm."""
         own = (self._count(axes)[classes] == self.times[classes]) & (classes != 0)
-        return np.stack([own, np.isin(classes, list(self.groups.spanned))])
+        return np.stack([own, self.spanned[classes]])
 
-    def _lengths(self, name: str, known: str, to: Mapping[int, int]) -> dict[int, int] | None:
+    def _lengths(self, name: str, known: str, to: Ints) -> dict[int, int] | None:
         def keys(block: str) -> dict[Any, int]:
             inside = [(i, x) for i, x in enumerate(self.candidates) if f"{x.module}.".startswith(f"{block}.")]
             return {(x.module[len(block) :], x.attribute, x.entry, x.axis): i for i, x in inside}
@@ -315,7 +324,6 @@ class _Pairing:
         if mine.keys() != theirs.keys():
             return None
         for key, i in mine.items():
-            classes = [to.get(c) for c in self.candidates[i].classes.tolist()]
-            if classes != self.candidates[theirs[key]].classes.tolist():
+            if not np.array_equal(to[self.candidates[i].classes], self.candidates[theirs[key]].classes):
                 return None
         return {i: theirs[key] for key, i in mine.items()}
