@@ -261,6 +261,27 @@ def test_a_computed_weight_is_curved() -> None:
     assert groups.curved is not None
 
 
+class ResponseNorm(nn.Module):
+    """Adds to what it is given the same, scaled by how strong a channel is against the mean of all of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        strength = x.norm(dim=1, keepdim=True)
+        return x + self.weight.view(1, 1, -1) * (x * strength / strength.mean(-1, keepdim=True)) + self.bias
+
+
+def test_a_norm_that_adds_its_input_to_the_same_is_no_residual_stream() -> None:
+    model = nn.Sequential(nn.Linear(6, 12), nn.GELU(), ResponseNorm(12), nn.Linear(12, 4)).double().eval()
+    example = torch.randn(2, 5, 6, dtype=torch.float64)
+    groups = hap.trace(model, example)
+    assert {n: len(g) for n, g in groups.items()} == {"0": 12} and groups.spanned
+    plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    assert model[3].in_features == len(model[2].weight) == 12 - len(plan.removed["0"]) < 12
+
+
 def test_the_residual_stream_is_left_alone_unless_asked_for() -> None:
     model, example = CASES["convnext_block"]()
     groups = hap.trace(model, example)

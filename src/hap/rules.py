@@ -62,9 +62,22 @@ def apply(tracer: Tracer, node: fx.Node) -> Any:
     if tracer.curved is None and not keeps_linear(tracer, node):
         tracer.curved = short_name(node)
     handler = RULES.get(schema_name(node)) or (pointwise if is_pointwise(node) else None)
-    if handler is not None:
-        return handler(tracer, node)
-    return freeze_all(tracer, node)
+    labels = handler(tracer, node) if handler is not None else freeze_all(tracer, node)
+    tracer.sources[node] = sources(tracer, node)
+    return labels
+
+
+def sources(tracer: Tracer, node: fx.Node) -> frozenset[fx.Node]:
+    """The layers, tables and sums of branches that a result is computed from, with none of these in between."""
+    if node in tracer.layers or short_name(node) == "embedding" or _adds_branches(tracer, node):
+        return frozenset([node])
+    return frozenset().union(*(tracer.sources.get(a, ()) for a in node.all_input_nodes))
+
+
+def _adds_branches(tracer: Tracer, node: fx.Node) -> bool:
+    """Whether it adds what comes from different layers. A norm that adds its input to the same, scaled, does not."""
+    operands = {tracer.sources[a] for a in node.all_input_nodes if tracer.sources.get(a)}
+    return short_name(node) in SUMS and len(operands) > 1
 
 
 def schema_name(node: fx.Node) -> str:
@@ -219,7 +232,7 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
         return freeze_all(tracer, node, "parameters combined with each other")
     sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + extent(a)) for a in operands]
     result, _ = merge(tracer, short_name(node), sides)
-    if short_name(node) in SUMS and sum(varies(labels) for labels, _ in sides) > 1:
+    if sum(varies(labels) for labels, _ in sides) > 1 and _adds_branches(tracer, node):
         tracer.summed.append(np.unique(result.numpy()))
     for matrix in matrices:
         _tie_matrix(tracer, tracer.parameters[matrix], result)

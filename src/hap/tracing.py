@@ -107,6 +107,7 @@ class Tracer:
         self.scatters: list[Scatter] = []
         self.terms: list[Term] = []
         self.layers: dict[fx.Node, Any] = {}
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
         self.lengths: list[Length] = []

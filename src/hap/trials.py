@@ -304,7 +304,7 @@ class Trial:
         try:
             self.wanted[key] = self._run(replace(drafted(plan), exact=True), drafted(base), self.wanted.get(key))
             if spanned:
-                self._run(drafted({n: fewer[n] for n in cut}), None, self.wanted[key])
+                self._run(replace(drafted({n: fewer[n] for n in cut}), exact=False), None, self.wanted[key])
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
             fits, failed = False, _failing_module(error)
         else:
