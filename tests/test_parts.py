@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.parts import captures, parts
+from hap.parts import captures, may_choose, parts, view_where_it_chooses
 
 
 class Detector(nn.Module):
@@ -104,6 +105,37 @@ def test_the_parts_are_captured_once_and_traced_from_that(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="pruned in parts"):
         hap.prune_(model, example, criterion="magnitude", flops=0.5)
     assert captured == ["Detector", "Parts"]
+
+
+class Finder(Detector):
+    """A detector whose code names how it chooses, in a method that its forward calls."""
+
+    def forward(self, images: list[Tensor], threshold: float = 0.0) -> list[dict[str, Tensor]]:
+        maps = [self.head(self.backbone(image[None])).flatten(2)[0].T * self.scale for image in images]
+        return [{"boxes": self.found(boxes, threshold)} for boxes in maps]
+
+    def found(self, boxes: Tensor, threshold: float) -> Tensor:
+        return boxes[(boxes[:, 0] > threshold).nonzero().flatten()] if threshold < 100 else boxes
+
+
+def test_a_model_whose_code_names_a_choice_is_run_and_not_captured_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = Finder().double().eval(), _detector()[1]
+    assert may_choose(model) and not may_choose(_detector()[0])
+    view = view_where_it_chooses(model, example)
+    assert view is not None and view.names == ["backbone"] * 2 + ["head"] * 2
+    assert view_where_it_chooses(model, (*example, 1000.0)) is None  # it does not choose there
+    monkeypatch.setattr(hap.pruning, "captured_parts", None)
+    with pytest.warns(UserWarning, match="pruned in parts"):
+        plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    count = hap.cost(model, example)
+    assert (count.params, count.macs) == (plan.after.params, plan.after.macs)
+
+
+def test_parts_that_fail_are_left_out_without_trying_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = _detector()
+    model.head = Branching().double().eval()
+    monkeypatch.setattr(sys.modules["hap.parts"], "captures", None)
+    assert parts(model, example).names == ["backbone"] * 2 + ["head.body"] * 4
 
 
 def test_a_trace_says_which_size_depends_on_values() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -133,11 +134,19 @@ def _names(kind: type[nn.Module]) -> set[str]:
     waiting = ["forward"]
     while waiting:
         code = getattr(inspect.unwrap(getattr(kind, waiting.pop())), "__code__", None)
-        new = set(code.co_names) - found if code is not None else set()
+        new = set(_names_in(code)) - found if code is not None else set()
         found |= new
         own = {name for name in new if not hasattr(nn.Module, name)}
         waiting += [name for name in own if inspect.isfunction(getattr(kind, name, None))]
     return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Those of the code and of what is defined inside, such as comprehensions."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 class _Choices(TorchDispatchMode):
