@@ -81,7 +81,8 @@ class Trial:
         self.looked: set[str] = set()
         self.read: set[tuple[str, str]] = set()
         self.watched: set[str] = set()
-        self.candidates = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
+        asked = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
+        self.candidates = [x for x in asked if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
         self.model = self._prepared(model)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
         self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups)
@@ -318,6 +319,12 @@ class Trial:
 
     def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
+
+
+def _follows_anyway(module: nn.Module, attribute: str) -> bool:
+    """Whether apply_ makes this attribute agree with the module's weight in any case."""
+    norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None
+    return norm and attribute == "normalized_shape"
 
 
 def _noter(read: set[tuple[str, str]], module: str) -> Callable[[str], None]:
