@@ -1,5 +1,7 @@
 """trace: which channels live and die together, found without touching the model."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -354,3 +356,32 @@ def test_a_single_entry_of_a_reshaped_bias_freezes_its_layer() -> None:
             return self.two(self.one(x).relu()) + self.one.bias.view(4, 3)[0, 0]
 
     assert not hap.trace(Entry().eval(), torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_trace_leaves_the_garbage_collector_as_it_was(collecting):
+    model, example = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.randn(1, 3, 8, 8)
+    before = gc.isenabled()
+    try:
+        gc.enable() if collecting else gc.disable()
+        hap.trace(model, example)
+        assert gc.isenabled() == collecting
+        with pytest.raises(hap.HapError):
+            hap.trace(model, torch.randn(1, 5, 8, 8))
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def test_what_trials_made_goes_without_the_garbage_collector():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Unflatten(1, (8, 36)), nn.Flatten(),
+                          nn.Linear(288, 5)).eval()  # fmt: skip
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(x, nn.Parameter) for x in gc.get_objects())
+        groups = hap.trace(model, torch.randn(1, 3, 8, 8))
+        assert sum(isinstance(x, nn.Parameter) for x in gc.get_objects()) == before
+        assert groups.classes > 0
+    finally:
+        gc.enable()

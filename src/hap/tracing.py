@@ -20,6 +20,7 @@ from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
 from hap.errors import HapError
 from hap.examples import describe
+from hap.garbage import left_for_later
 from hap.groups import (
     Frozen,
     Group,
@@ -42,6 +43,7 @@ from hap.weights import View
 COUPLINGS = ("joint", "union")
 
 
+@left_for_later()
 def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Sequence[str] = (),
           stream: bool = False) -> Groups:  # fmt: skip
     """Find what can be removed from `model`, and what must go together.
@@ -56,6 +58,7 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     return trace_captured(capture(model, example), model, example, coupling, ignore, stream)
 
 
+@left_for_later()
 def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],
                    stream: bool) -> Groups:  # fmt: skip
     """The same for a model that is captured already."""
