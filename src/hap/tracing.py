@@ -72,6 +72,8 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     misfits = trial.misfits()
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
+    if not misfits and not groups.padded:
+        return replace(groups, lengths=(*groups.lengths, *trial.found))
     tracer.lengths += trial.found
     return tracer.without(groups, misfits, model, example, shapes) if misfits or trial.found else groups
 
