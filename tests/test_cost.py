@@ -84,8 +84,9 @@ def test_attention_is_counted() -> None:
     assert hap.cost(Attention(), torch.randn(2, 5, 8)).macs == 2 * 5 * 8 * 24 + 2 * (2 * 2 * 5 * 5 * 4)
 
 
-def test_counting_leaves_the_model() -> None:
-    model, example = CASES["identity_and_dropout"]()
+@pytest.mark.parametrize("name", ["identity_and_dropout", "module_with_two_names", "tied_parameters"])
+def test_counting_leaves_the_model(name: str) -> None:
+    model, example = CASES[name]()
     model.train()
     before = snapshot(model)
     hap.cost(model, example)

@@ -501,6 +501,16 @@ def test_model_is_left_as_found(criterion: hap.Criterion) -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("name", ["module_with_two_names", "tied_parameters"])
+def test_what_is_shared_stays_shared(name: str) -> None:
+    """torch.func.functional_call leaves a module that has two names with the tensors that it was lent."""
+    model, groups, batches, loss = problem(name)
+    before = snapshot(model)
+    for criterion in (hap.HessianTrace(probes=3), hap.Taylor(), hap.DiagonalFisher(), hap.OBD(probes=3)):
+        hap.score(model, groups, batches, loss, criterion)
+        assert_unchanged(model, before)
+
+
 def test_all_parameters_frozen() -> None:
     model, groups, batches, loss = problem("plain")
     wanted = {c: hap.score(model, groups, batches, loss, c) for c in ("hessian", "taylor", "fisher", "obd")}

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hap.examples import call_arguments, evaluating
+from hap.examples import call_arguments, call_with, evaluating
 from hap.groups import Bools, Groups, Ints, Product, Term
 from hap.implants import ChannelImplant, Implant
 
@@ -116,7 +116,7 @@ def cost(model: nn.Module, example: Any) -> Count:
         n: p.detach() for n, p in model.named_parameters()
     }  # the counter hangs hooks on what requires a gradient
     with counter, _unfused(), evaluating(model), torch.no_grad():
-        torch.func.functional_call(model, detached, args, kwargs)
+        call_with(model, detached, args, kwargs)
     root = type(model).__name__
     by_module = {}
     for name, flops in counter.get_flop_counts().items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,23 @@ def run(model: nn.Module, example: Any) -> Any:
     args, kwargs = call_arguments(example)
     with evaluating(model), torch.no_grad():
         return model(*args, **kwargs)
+
+
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output with these in place of parameters or buffers, by name; what shares one goes on sharing it.
+
+    torch.func.functional_call fills in the other names of a tensor by itself, but a module that has several names is
+    then left with what it was lent. So each place that holds a tensor is named here, once.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    lent = {id(own[name]): tensor for name, tensor in tensors.items()}
+    places = {
+        f"{name}.{leaf}".lstrip("."): tensor
+        for name, module in model.named_modules()
+        for leaf, tensor in {**module._parameters, **module._buffers}.items()
+    }
+    every = {name: lent[id(tensor)] for name, tensor in places.items() if id(tensor) in lent}
+    return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
 
 
 def describe(example: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from hap import distributed
 from hap.calibration import pairs
 from hap.errors import HapError
-from hap.examples import call_arguments
+from hap.examples import call_arguments, call_with
 from hap.groups import Group, Groups, Producer
 
 Loss = Callable[[Any, Any], Tensor]
@@ -84,7 +84,7 @@ class Problem:
             )
         args, kwargs = call_arguments(batch[0])
         try:
-            output = torch.func.functional_call(self.model, weights, args, kwargs)
+            output = call_with(self.model, weights, args, kwargs)
             _check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
         except (RuntimeError, ValueError, IndexError, TypeError) as error:

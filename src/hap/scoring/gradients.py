@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hap import distributed
-from hap.examples import call_arguments
+from hap.examples import call_arguments, call_with
 from hap.scoring.base import Batch, Criterion, Problem, Scores, samples
 from hap.scoring.hessian import quadratics
 from hap.scoring.memory import Pieces
@@ -73,7 +73,7 @@ class DiagonalFisher(Criterion):
         def one(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
             x, y = pytree.tree_map(lambda t: t[None], (x, y))
             args, kwargs = call_arguments(x)
-            output = torch.func.functional_call(problem.model, weights, args, kwargs)
+            output = call_with(problem.model, weights, args, kwargs)
             return loss(output, y)
 
         return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(problem.weights, *batch)
