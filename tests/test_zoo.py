@@ -23,7 +23,7 @@ from hap.experiments.zoo_clock import Clock, OutOfTime, reason
 from hap.experiments.zoo_models import HUGGING_FACE, Missing, build, suppress
 from hap.experiments.zoo_page import rendered
 from hap.experiments.zoo_peer import measure_peer
-from hap.experiments.zoo_summary import above_rows, equal, family_rows, own_seconds, sentences, summary
+from hap.experiments.zoo_summary import above_rows, equal, failures, family_rows, own_seconds, sentences, summary
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,6 +67,25 @@ class Picky(nn.Module):
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         features = self.backbone(x).flatten(2).transpose(1, 2)
         return [self.head(f[f.sum(-1) > 0]) for f in features]
+
+
+class Fickle(nn.Sequential):
+    """Computes something else while it is captured, as models that make their masks only then do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return 2 * x if torch.compiler.is_exporting() else x
+
+
+def test_a_model_that_computes_something_else_when_captured_does_so_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(spec: str) -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return Fickle(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(2, 4)
+
+    monkeypatch.setattr(zoo_ours, "build", build)
+    *_, record = zoo_ours.measure("fickle", 0.5)
+    assert record["verified"] and record["exported"][".pt2"] == record["exported_dense"][".pt2"] == 1
+    assert f"`fickle` to .pt2, pruned or dense: outputs differ by {1:.1e}" in failures([record | {"model": "fickle"}])
 
 
 def test_what_cannot_be_captured_is_pruned_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,11 +196,12 @@ def failures(records: Sequence[Record]) -> list[str]:
     for record in records:
         for ending in ENDINGS:
             gap = (record.get(EXPORT) or {}).get(ending)
-            if isinstance(gap, str):
-                too = isinstance((record.get("exported_dense") or {}).get(ending), str)
-                said.append(f"`{record['model']}` to {ending}{', pruned or dense' * too}: {gap}")
-            elif gap is not None and gap > EQUAL:
-                said.append(f"`{record['model']}` to {ending}: outputs differ by {gap:.1e}")
+            if gap is None or equal(record, [ending]):
+                continue
+            dense = record.get("exported_dense") or {}
+            too = ending in dense and not equal({EXPORT: dense}, [ending])
+            why = gap if isinstance(gap, str) else f"outputs differ by {gap:.1e}"
+            said.append(f"`{record['model']}` to {ending}{', pruned or dense' * too}: {why}")
     return said
 
 
