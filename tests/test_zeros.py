@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ import hap
 from cases import CASES
 from checks import gap, random_plan, traced
 from hap import surgery
-from hap.zeros import ATTENTION, Remembering, SkippingZeros
+from hap.zeros import ATTENTION, NoEmptyHeads, Remembering, SkippingZeros
 
 
 def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
@@ -195,3 +197,15 @@ def test_attention_leaves_out_heads_of_zeros(mask: tuple[int, ...] | None, flat:
     assert torch.equal(result[..., [0, 3], :, :], small) and not result[..., 1:3, :, :].any()
     assert gap([result], [ATTENTION(q, k, v, attn_mask=bias)]) <= 1e-12
     assert counter.get_total_flops() == 0
+
+
+@pytest.mark.parametrize("attention", [ATTENTION, torch.ops.aten.scaled_dot_product_attention.default])
+def test_attention_without_heads_is_refused(attention: Any) -> None:
+    q, none, thin = torch.randn(2, 3, 5, 8), torch.randn(2, 0, 5, 8), torch.randn(2, 3, 5, 0)
+    with NoEmptyHeads():
+        assert attention(q, q, value=q).shape == q.shape
+        assert attention(q[:0], q[:0], q[:0]).shape == (0, 3, 5, 8)  # an empty batch
+        with pytest.raises(hap.HapError, match=r"the key of an attention has shape \(2, 0, 5, 8\)"):
+            attention(q, none, none)
+        with pytest.raises(hap.HapError, match=r"the query of an attention has shape \(2, 3, 5, 0\)"):
+            attention(thin, thin, value=q)

@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hap.errors import HapError
+
 LAYERS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 """Functions of (input, weight, bias); convolutions also of (stride, padding, dilation, groups)."""
 
@@ -189,6 +191,29 @@ def _attention_call(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tup
     dropout = args[4] if len(args) > 4 else named.pop("dropout_p", 0.0)
     causal = args[5] if len(args) > 5 else named.pop("is_causal", False)
     return ((*args[:3], mask), (dropout, causal, *sorted(named.items()))) if len(args) < 7 else None
+
+
+class NoEmptyHeads(TorchFunctionMode):
+    """Inside, attention without heads, or with heads of no width, raises.
+
+    A forward that slices what was cut by sizes that did not follow may ask for that, and the kernels of some versions
+    of torch divide by the number of heads: that ends the process, and no trial could go on.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ATTENTIONS:
+            named = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+            for name in ("query", "key", "value"):
+                _refuse_empty_heads(name, named[name])
+        return func(*args, **(kwargs or {}))
+
+
+_ATTENTIONS = {ATTENTION, torch.ops.aten.scaled_dot_product_attention.default}
+
+
+def _refuse_empty_heads(name: str, tensor: Tensor) -> None:
+    if not tensor.shape[-1] or (tensor.ndim > 3 and not tensor.shape[-3]):
+        raise HapError(f"the {name} of an attention has shape {tuple(tensor.shape)}; expected at least one head")
 
 
 class SkippingZeros(TorchFunctionMode):
