@@ -205,6 +205,39 @@ def test_a_model_in_training_mode_is_exported_in_eval_mode(tmp_path: Path) -> No
     assert gap(wanted, [torch.export.load(path).module()(example)]) <= 1e-12
 
 
+class Masked(nn.Module):
+    """Heads share one key and one value, which are written out for each head where there is a mask.
+
+    Like many, it does without a mask that hides nothing, but not where it is exported. Another number is as large.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.heads, self.repeated = 4, 4, 4
+        self.q, self.kv, self.out = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, 8)).transpose(1, 2)
+        k, v = self.kv(x).unsqueeze(1).chunk(2, -1)
+        scores = q @ k.mT
+        if torch.compiler.is_exporting() or not bool(mask.all()):
+            k, v = (t.expand(-1, self.repeated, -1, -1) for t in (k, v))
+            scores = (q @ k.mT).masked_fill(~mask, -1e9)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)) + x
+
+
+def test_attributes_follow_that_only_an_export_reads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = Masked().double().eval(), (torch.randn(2, 5, 8).double(), torch.ones(2, 1, 5, 5, dtype=torch.bool))
+    groups = hap.trace(model, example)
+    assert {x.attribute for x in groups.lengths} == {"heads", "repeated"} and not torch.compiler.is_exporting()
+    hap.apply_(model, hap.draft(groups, {"q": [1, 2]}), example)
+    path = hap.export(tmp_path / "a.pt2", model, example)
+    assert gap(run(model, example), [torch.export.load(path).module()(*example)]) <= 1e-12
+    hidden = (example[0], torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5))
+    assert gap(run(model, hidden), [torch.export.load(path).module()(*hidden)]) <= 1e-12
+
+
 class Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap import comparing, surgery, trials
+from hap import comparing, surgery, trials, zeros
 from hap.capturing import capture
 from hap.tracing import Tracer
+from hap.zeros import ATTENTION
 
 
 class Heads(nn.Module):
@@ -101,7 +103,7 @@ def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed:
     runs = counting(monkeypatch, trials, "check_by_running")
     groups = hap.trace(model, example())
     assert followers(groups) == (set() if fixed else {("0", "heads")})
-    assert len(runs) == 4  # 8, and 35 with a fixed number, if all choices among the five are tried
+    assert len(runs) == (4 if fixed else 5)  # 9, and 35 with a fixed number, if all choices among the five are tried
     assert type(model[0]) is Idle
 
 
@@ -217,3 +219,40 @@ class Halves(nn.Module):
 def test_a_slice_does_not_fit_because_little_is_left() -> None:
     groups = hap.trace(nn.Sequential(Halves(), Hidden(), Halves()).double(), example())
     assert list(groups) == ["0.down", "1.up"]
+
+
+class Sliced(nn.Module):
+    """Four queries share two keys. The code says where the queries end: with half of all gone no key is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = 2
+        self.qkv, self.out = nn.Linear(24, 48), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, end = self.qkv(x), 24 + self.keys * 6
+        parts = qkv[..., :24], qkv[..., 24:end], qkv[..., end:]
+        q, k, v = (part.view(*x.shape[:2], -1, 6).transpose(1, 2) for part in parts)
+        return x + self.out(ATTENTION(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Attentions(TorchFunctionMode):
+    """Notes the shapes of keys that attention is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[tuple[int, ...]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ATTENTION:
+            self.keys.add(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_kernel_of_attention_gets_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some divide by their number, which ends the process."""
+    refused = counting(monkeypatch, zeros, "HapError")
+    with Attentions() as called:
+        groups = hap.trace(Sliced().double(), example())
+    assert refused and called.keys and not any(0 in shape for shape in called.keys)
+    assert groups.padded and len(groups["qkv"]) == 2

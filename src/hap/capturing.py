@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -66,6 +66,19 @@ def export(
     """torch.export in eval mode, which is stopped as soon as a size is not known."""
     with evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()):  # it prints half a graph
         return torch.export.export(model, args, kwargs, strict=False)
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Inside, torch says that it exports, and models run as they do when they are captured."""
+    flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in flags:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, flag in flags.items():
+            setattr(torch.compiler, name, flag)
 
 
 class SizesKnown(TorchFunctionMode):

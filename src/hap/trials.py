@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hap.capturing import exporting
 from hap.comparing import in_float64
 from hap.cost import CostModel
 from hap.groups import Groups, Ints, Length
@@ -127,7 +128,9 @@ class Trial:
 
     def misfits(self) -> list[str]:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`."""
-        misfits = self.repeats.like(self._misfits())
+        misfits = self._misfits()
+        self.found += self._following_in_export(misfits)
+        misfits = self.repeats.like(misfits)
         self.found = self.repeats.lengths_like(self.found, self.attributes)
         if (whole := self._contrary(misfits)) is not None:
             misfits, self.found, self.ran = whole.misfits(), whole.found, whole.ran
@@ -174,6 +177,29 @@ class Trial:
             self._cut_short(together, self.found)
             able = self._fitting(able)
         return doubtful
+
+    def _following_in_export(self, misfits: list[str]) -> list[Length]:
+        """Further attributes that have to follow where the model is exported.
+
+        A forward may go another way then, such as with a mask written out. That is the way the graph shows, and one
+        that other inputs may take too. Nothing follows if no choice of attributes works both ways.
+        """
+        self.rest, self.rest_lengths = [], []
+        able = [n for n in self.able if n not in misfits]
+        reach = np.concatenate([NOTHING, *(self._reach(n) for n in able)])
+        known = {id(x) for x in self.found}
+        left = [x for x in self.candidates if id(x) not in known and np.isin(x.classes, reach).any()]
+        for kinds in _choices(left) if left else ():
+            more = [x for x in left if _attribute_kind(x) in kinds]
+            lengths = [*self.found, *more]
+            if self._fits_in_export(able, lengths) and (not more or self._fits(able, lengths)):
+                return more
+        return []
+
+    def _fits_in_export(self, names: list[str], lengths: list[Length]) -> bool:
+        """Whether one round fits while torch says that it exports: the result is to be what it is otherwise."""
+        with exporting():
+            return self._end(0, names, {id(x): x for x in lengths}).fits
 
     def unfit(self, names: Sequence[str]) -> list[str]:
         """Which of these groups the model does not do without parts of. All others are known to fit and cut short."""
@@ -265,9 +291,7 @@ class Trial:
     def _needs(self, name: str) -> list[Length] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
         counting = self._counting(name)
-        names = list(dict.fromkeys(map(_attribute_kind, counting)))
-        choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-        for chosen in itertools.islice(choices, MOST_CHOICES):
+        for chosen in _choices(counting):
             needed = [x for x in counting if _attribute_kind(x) in chosen]
             if self._fits([name], needed, rounds=1):
                 return needed
@@ -355,6 +379,13 @@ def _failing_module(error: BaseException) -> str | None:
 def _kind_of(name: str) -> str:
     """Names that differ in their numbers alone, such as those of repeated blocks, are of one kind."""
     return re.sub(r"\d+", "#", name)
+
+
+def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
+    """Kinds of these attributes, few at a time first."""
+    kinds = list(dict.fromkeys(map(_attribute_kind, lengths)))
+    choices = itertools.chain.from_iterable(itertools.combinations(kinds, n) for n in range(len(kinds) + 1))
+    return itertools.islice(choices, MOST_CHOICES)
 
 
 def _attribute_kind(length: Length) -> tuple[str, str, int, int]:
