@@ -54,6 +54,17 @@ def make_jobs(epochs: int = 2) -> list[Job]:
     ]
 
 
+def test_what_was_pruned_with_other_settings_is_not_taken_up(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    job = make_jobs()[1]
+    work_off([job], data, folders, seconds=1e-3, say=quiet)
+    assert folders.started(job.name).exists()
+    with pytest.raises(hap.HapError, match="pruned with other settings"):
+        work_off([replace(job, images=8)], data, folders, say=quiet)
+    work_off([job], data, folders, say=quiet)
+    assert folders.result(job.name).exists()
+
+
 def put_dense(folders: Folders) -> None:
     """A dense network as a finished job leaves it."""
     torch.manual_seed(0)

@@ -210,3 +210,67 @@ def test_a_model_that_needs_what_would_go_is_left_as_it_was() -> None:
     with pytest.warns(UserWarning, match="pruned in parts"), pytest.raises(hap.HapError, match=message):
         hap.prune_(model, example, criterion="magnitude", flops=0.5)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class Asks(nn.Module):
+    """Chooses by value unless it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mid(self.stem(x).relu()).relu()
+        if not torch.compiler.is_compiling():
+            h = h[(x[:, 0] > -1e9).nonzero().flatten()]
+        return self.head(h)
+
+
+def test_a_model_that_chooses_only_when_it_runs_is_pruned_as_a_whole(recwarn: pytest.WarningsRecorder) -> None:
+    model = Asks()
+    plan = hap.prune_(model, torch.randn(4, 16), criterion="magnitude", flops=0.5)
+    assert set(plan.kept) == {"stem", "mid"}
+    assert not [w for w in recwarn if "in parts" in str(w.message)]
+
+
+class OnInstances:
+    """A descriptor that cannot be read from a class."""
+
+    def __get__(self, instance: object, kind: type) -> float:
+        if instance is None:
+            raise RuntimeError("only on instances")
+        return 2.0
+
+
+class Scaled(nn.Module):
+    scale = OnInstances()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu()) * self.scale
+
+
+def test_code_is_looked_at_without_running_any() -> None:
+    traced = torch.jit.trace(nn.Sequential(nn.ReLU(), nn.ReLU6()), torch.randn(1, 8, 6, 6))
+    for model in (Scaled(), nn.Sequential(nn.Conv2d(3, 8, 3), traced, nn.Conv2d(8, 4, 1))):
+        assert not may_choose(model)
+
+
+def test_parts_are_found_in_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) * (1 if float(x.sum()) > 0 else 2)
+
+    seen = []
+    real = hap.parts.__globals__["captured"]
+    monkeypatch.setitem(hap.parts.__globals__, "captured", lambda *a: seen.append(1) or real(*a))
+    view = parts(nn.Sequential(*(Reads() for _ in range(8))), torch.randn(2, 8))
+    assert len(view.names) == 16
+    assert len(seen) <= 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -256,3 +257,114 @@ def test_no_kernel_of_attention_gets_no_heads(monkeypatch: pytest.MonkeyPatch) -
         groups = hap.trace(Sliced().double(), example())
     assert refused and called.keys and not any(0 in shape for shape in called.keys)
     assert groups.padded and len(groups["qkv"]) == 2
+
+
+class Private(nn.Module):
+    """Reads a number under a name that begins with an underscore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self._hidden = nn.Linear(16, 48), nn.Linear(48, 8), 48
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu().reshape(-1, self._hidden))
+
+
+def test_numbers_with_private_names_follow_too() -> None:
+    groups = hap.trace(Private(), torch.randn(4, 16))
+    assert [*groups] == ["a"]
+    assert [(x.module, x.attribute) for x in groups.lengths] == [("", "_hidden")]
+
+
+class Registered(nn.Module):
+    """Keeps a list of its subclasses."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registered.known.append(cls.__name__)
+
+
+class Residual(Registered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_classes_of_the_model_know_no_more_subclasses_than_before() -> None:
+    model = nn.Sequential(nn.Linear(8, 24), Residual(), Residual(), Residual(), nn.Linear(24, 3))
+    before = [*Registered.known], Residual.__subclasses__()
+    groups = hap.trace(model, torch.randn(2, 8))
+    assert {"1.up", "2.up", "3.up"} <= set(groups)
+    assert (Registered.known, Residual.__subclasses__()) == before
+    assert [type(block) for block in model[1:4]] == [Residual] * 3
+
+
+class Sequence3(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class LooksInto(nn.Module):
+    """Counts on the width of its last block."""
+
+    def __init__(self, find: Callable[[nn.Sequential], Tensor]):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(nn.Linear(8, 8), *(Sequence3() for _ in range(3))), nn.Linear(8, 3)
+        self.find = find
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)) * (len(self.find(self.blocks)) / 40)
+
+
+@pytest.mark.parametrize("find", [
+    lambda blocks: blocks[-1][0].weight,
+    lambda blocks: blocks[-1].get_submodule("0").weight,
+    lambda blocks: next(blocks[-1].parameters()),
+], ids=["index", "name", "parameters"])  # fmt: skip
+def test_blocks_that_others_look_into_in_any_way_are_run(find: Callable[[nn.Sequential], Tensor]) -> None:
+    model, example = LooksInto(find).double().eval(), torch.randn(2, 5, 8).double()
+    groups = hap.trace(model, example)
+    assert "blocks.1.0" in groups and "blocks.3.0" not in groups
+    hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    assert model.blocks[3][0].out_features == 40
+
+
+class CopiesItself(Residual):
+    def __deepcopy__(self, memo: dict[int, object]) -> CopiesItself:
+        return self
+
+
+def test_modules_that_copy_themselves_as_themselves_are_left_as_they_are() -> None:
+    blocks = (CopiesItself(), CopiesItself(), CopiesItself())
+    model, example = (
+        nn.Sequential(nn.Linear(8, 24), *blocks, nn.Linear(24, 3)).double().eval(),
+        torch.randn(2, 8).double(),
+    )
+    wanted = model(example)
+    groups = hap.trace(model, example)
+    assert not groups
+    assert [type(block) for block in blocks] == [CopiesItself] * 3
+    assert all("_note" not in vars(block) for block in blocks)
+    assert torch.equal(model(example), wanted)
+
+
+def recursive() -> Callable[..., Tensor]:
+    def f(x: Tensor, n: int = 2) -> Tensor:
+        return x.relu() if n == 0 else f(x, n - 1)
+
+    return f
+
+
+def test_blocks_may_hold_functions_that_hold_themselves() -> None:
+    blocks = [Residual() for _ in range(4)]
+    for block in blocks:
+        block.act = recursive()
+    groups = hap.trace(nn.Sequential(nn.Linear(8, 24), *blocks, nn.Linear(24, 3)), torch.randn(2, 8))
+    assert {f"{i}.up" for i in range(1, 5)} <= set(groups)

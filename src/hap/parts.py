@@ -76,11 +76,10 @@ def _captured(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]
     """What keeps torch.export from a module is most often a choice by value, which running the model shows.
 
     So the largest modules without one are captured all at once. Where that fails, those that were running are left out
-    for the modules inside of them; where none was, each is tried by itself.
+    for the modules inside of them; where none was, or that leads nowhere soon, each is tried by itself.
     """
     able = _able(model, calls, choosing)
-    blamed = {WHOLE}
-    while blamed:
+    for _ in range(MOST_BLAMED):
         view = _view(model, calls, _outermost(able))
         try:
             return view, captured(view, view.example)
@@ -88,6 +87,8 @@ def _captured(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]
             running = {id(module) for module in running_modules(error)}
         blamed = {name for name, module in able.items() if id(module) in running}
         able = {name: module for name, module in able.items() if name not in blamed}
+        if not blamed:
+            break
     view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
     return view, capture(view, view.example)
 
@@ -116,6 +117,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+MOST_BLAMED = 3
+"""How often modules in which capturing failed are left out before each is tried by itself."""
 WHOLE = ""
 """The name of the model itself among its modules."""
 
@@ -123,9 +126,14 @@ CHOICES = {"argwhere", "batched_nms", "masked_select", "nms", "nonzero", "unique
 """Names of functions whose result is as long as values tell."""
 
 
+ASKING = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_torchdynamo_compiling"}
+"""Names of functions by which code finds out whether it is captured: it may well choose then in another way."""
+
+
 def may_choose(model: nn.Module) -> bool:
-    """Whether the code of a forward, or of a method that it calls, names such a function."""
-    return any(not CHOICES.isdisjoint(_names(kind)) for kind in {type(module) for module in model.modules()})
+    """Whether the code of a forward, or of a method that it calls, names such a function, and none that asks."""
+    named = set().union(*(_names(kind) for kind in {type(module) for module in model.modules()}))
+    return not CHOICES.isdisjoint(named) and ASKING.isdisjoint(named)
 
 
 def _names(kind: type[nn.Module]) -> set[str]:
@@ -133,11 +141,11 @@ def _names(kind: type[nn.Module]) -> set[str]:
     found: set[str] = set()
     waiting = ["forward"]
     while waiting:
-        code = getattr(inspect.unwrap(getattr(kind, waiting.pop())), "__code__", None)
-        new = set(_names_in(code)) - found if code is not None else set()
-        found |= new
-        own = {name for name in new if not hasattr(nn.Module, name)}
-        waiting += [name for name in own if inspect.isfunction(getattr(kind, name, None))]
+        method = inspect.getattr_static(kind, waiting.pop(), None)
+        if inspect.isfunction(method):
+            new = set(_names_in(inspect.unwrap(method).__code__)) - found
+            found |= new
+            waiting += [name for name in new if not hasattr(nn.Module, name)]
     return found
 
 

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hap.groups import Bools, Groups, Ints, Length
-from hap.watching import SETTINGS, watch_
+from hap.watching import SETTINGS
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
@@ -84,14 +82,6 @@ def noting_shapes(model: nn.Module) -> Iterator[dict[str, int]]:
         yield found
 
 
-def skip_(model: nn.Module, blocks: Iterable[str]) -> set[str]:
-    """Let these blocks return what they are given. The set fills with what others read of them, here or in copies."""
-    looked: set[str] = set()
-    for name in blocks:
-        watch_(model.get_submodule(name), looked.add, passing=True)
-    return looked
-
-
 def without(groups: Groups, repeats: Repeats) -> Groups:
     """The groups, and all that belongs to them, without what is in blocks that repeat others."""
 
@@ -144,7 +134,10 @@ def find_repeats(tracer: Tracer, groups: Groups, candidates: list[Length], shape
 def _same_modules(a: nn.Module, b: nn.Module) -> bool:
     """Whether two modules with the same submodules agree in all that these hold, beside the values of tensors."""
     pairs = zip(a.modules(), b.modules(), strict=True)
-    return all(vars(x).keys() == vars(y).keys() and _same_attributes(vars(x), vars(y)) for x, y in pairs)
+    try:
+        return all(vars(x).keys() == vars(y).keys() and _same_attributes(vars(x), vars(y)) for x, y in pairs)
+    except RecursionError:  # something holds itself
+        return False
 
 
 def _same_attributes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -168,17 +161,7 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
         return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, set | frozenset):
-        return all(isinstance(x, PLAIN) for x in a) and a == b
-    if isinstance(a, partial):
-        return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    return isinstance(a, FunctionType) and _same_code(a, b)
-
-
-def _same_code(a: FunctionType, b: FunctionType) -> bool:
-    """Whether two functions were made by the same line of code, from the same values."""
-    made_of = [(f.__defaults__, f.__kwdefaults__, *(c.cell_contents for c in f.__closure__ or ())) for f in (a, b)]
-    return a.__code__ is b.__code__ and _same(*made_of)
+    return isinstance(a, set | frozenset) and all(isinstance(x, PLAIN) for x in a) and a == b
 
 
 def _regions(tracer: Tracer, names: list[str]) -> dict[str, list[fx.Node]]:

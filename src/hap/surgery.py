@@ -517,7 +517,11 @@ def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
     for tensor in tensors.values():
         if isinstance(tensor, nn.Parameter):
             memo.setdefault(id(tensor), tensor)
-    return cast(nn.Module, deepcopied(model, memo))
+    made = cast(nn.Module, deepcopied(model, memo))
+    if shared := {id(m) for m in model.modules()} & {id(m) for m in made.modules()}:
+        name = next(n for n, m in model.named_modules() if id(m) in shared)
+        raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")
+    return made
 
 
 def _worth_skipping(tensor: Tensor, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +70,8 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     counting = tracer.counting_attributes()
     repeats = find_repeats(tracer, groups, counting, shapes)
     trial = Trial(model, example, groups, tracer.sized_classes(), counting, repeats, tracer.sliced_classes())
-    misfits = trial.misfits()
+    with closing(trial):
+        misfits = trial.misfits()
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
     if not misfits and not groups.padded:
@@ -368,7 +370,9 @@ class Tracer:
         if tried := [n for n in whole if n in found]:
             repeats = find_repeats(self, found, [], shapes)
             trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
-            for name in (wrong := trial.unfit(tried)):
+            with closing(trial):
+                wrong = trial.unfit(tried)
+            for name in wrong:
                 self.freeze(found[name].classes, name, why)
             found = self.finish(groups.example) if wrong else found
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from hap.capturing import exporting
 from hap.comparing import in_float64
 from hap.cost import CostModel
+from hap.errors import HapError
 from hap.groups import Groups, Ints, Length
 from hap.plans import Plan, draft
-from hap.repeats import NONE, Repeats, skip_, without
+from hap.repeats import NONE, Repeats, without
 from hap.surgery import check_by_running, variant
 from hap.telling import telling_weights
-from hap.watching import watch_
+from hap.watching import Reads
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 
@@ -79,8 +80,8 @@ class Trial:
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
         self.repeats, self.attributes = repeats, candidates
         self.cost = CostModel(self.groups)
-        self.looked: set[str] = set()
-        self.read: set[tuple[str, str]] = set()
+        self.further: list[Trial] = []
+        self.reads: Reads | None = None
         self.watched: set[str] = set()
         asked = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
         self.candidates = [x for x in asked if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
@@ -105,19 +106,31 @@ class Trial:
         try:
             model = _telling(model, self.groups)
             made = variant(model, {}) if self.repeats.blocks or self.candidates else model
-            self.looked = skip_(made, self.repeats.blocks)
-            self.watched = self._watch(made)
+            if made is not model:
+                self._watch(made, Reads(made))
             return made
         except Exception:  # copying runs code of whatever the model holds
+            self.reads, self.watched = None, set()
             return model
 
-    def _watch(self, model: nn.Module) -> set[str]:
-        """Note which candidates are read. Returns the modules of which that shows: not those that get a new class."""
+    def _watch(self, model: nn.Module, reads: Reads) -> None:
+        """Note which candidates are read, and whether anything looks into the blocks that are left out.
+
+        Of modules that get a new class when they are pruned, it does not show.
+        """
+        self.reads = reads
         modules = {x.module: model.get_submodule(x.module) for x in self.candidates}
-        watched = {n: m for n, m in modules.items() if not isinstance(m, nn.MultiheadAttention)}
-        for name, module in watched.items():
-            watch_(module, _noter(self.read, name))
-        return set(watched)
+        able = {n: m for n, m in modules.items() if not isinstance(m, nn.MultiheadAttention)}
+        self.watched = {n for n, m in able.items() if reads.watch_(m, n)}
+        for name in self.repeats.blocks:
+            if not reads.watch_(model.get_submodule(name), name, passing=True):
+                raise HapError(f"{name} cannot be left out")
+
+    def close(self) -> None:
+        """No more questions."""
+        for trial in (self, *self.further):
+            if trial.reads is not None:
+                trial.reads.end()
 
     def _reach(self, name: str) -> Ints:
         classes = self.groups[name].classes
@@ -143,9 +156,14 @@ class Trial:
         and others may look into them. Where neither is so, that run is left to the check of apply_, which runs all
         blocks anyway and refuses what does not fit.
         """
-        whole = self.whole() if self.repeats.unlike or self.looked else None
+        whole = self.whole() if self.repeats.unlike or (self.repeats.blocks and self._looked_into()) else None
+        self.further += [whole] if whole is not None else []
         fits = whole is None or whole._fits([n for n in whole.able if n not in misfits], self.found, rounds=1)
         return None if fits else whole
+
+    def _looked_into(self) -> bool:
+        """Whether anything was read of blocks that are left out, as far as is known."""
+        return self.reads is None or any(module in self.repeats.blocks for module, _ in self.reads.names)
 
     def _misfits(self) -> list[str]:
         """Those among the groups that are tried.
@@ -325,7 +343,8 @@ class Trial:
         key = (number, frozenset(cut), frozenset(following if spanned else ()))
         base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
         fits, failed = True, None
-        self.read.clear()
+        if self.reads is not None:
+            self.reads.forget(self.watched)
         try:
             self.wanted[key] = self._run(replace(drafted(plan), exact=True), drafted(base), self.wanted.get(key))
             if spanned:
@@ -339,7 +358,8 @@ class Trial:
         return End(frozenset(following), read, fits, failed)
 
     def _was_read(self, length: Length) -> bool:
-        return length.module not in self.watched or (length.module, length.attribute) in self.read
+        known = self.reads is not None and length.module in self.watched
+        return not known or (length.module, length.attribute) in self.reads.names  # type: ignore[union-attr]
 
     def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
@@ -349,10 +369,6 @@ def _follows_anyway(module: nn.Module, attribute: str) -> bool:
     """Whether apply_ makes this attribute agree with the module's weight in any case."""
     norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None
     return norm and attribute == "normalized_shape"
-
-
-def _noter(read: set[tuple[str, str]], module: str) -> Callable[[str], None]:
-    return lambda attribute: read.add((module, attribute))
 
 
 def _telling(model: nn.Module, groups: Groups) -> nn.Module:

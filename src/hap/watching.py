@@ -1,9 +1,8 @@
-"""Modules of copies of a model that note which of their attributes are read."""
+"""Modules of copies of a model that note which of their attributes are read while the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Set
 from types import MethodType
 from typing import Any
 
@@ -12,37 +11,84 @@ from torch import Tensor, nn
 
 SETTINGS = (bool, str, type(None), torch.dtype)
 """Attributes of these types steer what a forward does. They count nothing."""
+CONTENTS = frozenset({"_parameters", "_buffers", "_modules"})
+"""What is reached by an index or by `parameters()` is read from these."""
+OWN = frozenset(dir(nn.Module())) - CONTENTS
+"""What every module has."""
 
 
-def watch_(module: Any, note: Callable[[str], Any], passing: bool = False) -> None:
-    """From now on `note` hears the names of numbers, tensors, submodules and the like that are read of this module.
+class Reads:
+    """What is read of watched modules while the model that they belong to, or a copy of it, runs.
 
-    It is a function, so that copies of the module share it. If the module is `passing`, it returns what it is given.
+    A watched module has a subclass of its class. `end` takes it out of the subclasses that its class knows.
     """
-    kind: Any = type(module)
-    module._note = note
-    module.__class__ = _watched(kind, passing)
+
+    def __init__(self, model: nn.Module):
+        self.names: set[tuple[str, str]] = set()
+        self.running = False
+        self.classes: dict[tuple[type, bool], Any] = {}
+
+        def begin(*_: Any) -> None:
+            self.running = True
+
+        def stop(*_: Any) -> None:
+            self.running = False
+
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(stop, always_call=True)
+
+    def watch_(self, module: nn.Module, name: str, passing: bool = False) -> bool:
+        """Note what is read of this module, known by a name; `passing`: let it return what it is given.
+
+        False, if its class cannot have such a subclass.
+        """
+
+        def note(attribute: str) -> None:
+            if self.running:
+                self.names.add((name, attribute))
+
+        key = (type(module), passing)
+        try:
+            kind = self.classes.get(key) or _watched(*key)
+            vars(module)["_note"] = note
+            module.__class__ = kind
+        except TypeError:
+            return False
+        self.classes[key] = kind
+        return True
+
+    def forget(self, modules: Set[str]) -> None:
+        """What was read of these."""
+        self.names = {(module, attribute) for module, attribute in self.names if module not in modules}
+
+    def end(self) -> None:
+        """The watched modules are of no use any more."""
+        for kind in self.classes.values():
+            kind.__bases__ = (nn.Module,)
 
 
-@lru_cache(maxsize=256)
-def _watched(kind: Any, passing: bool) -> type[nn.Module]:
-    class Watched(kind):
+def _watched(kind: Any, passing: bool) -> Any:
+    """A subclass, made in a way that runs no code of its class."""
+
+    class Watched(nn.Module):
         def __getattribute__(self, name: str) -> Any:
             return _noted(self, name, super().__getattribute__(name))
 
         def __getattr__(self, name: str) -> Any:  # tensors and submodules, which no plain look-up finds
             return _noted(self, name, super().__getattr__(name))
 
-    class Passing(Watched):
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return x
+    if passing:
+        Watched.forward = _pass_on
+    Watched.__name__, Watched.__qualname__, Watched.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    Watched.__bases__ = (kind,)
+    return Watched
 
-    made = Passing if passing else Watched
-    made.__name__, made.__qualname__, made.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return made
+
+def _pass_on(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x
 
 
 def _noted(module: Any, name: str, value: Any) -> Any:
-    if not name.startswith("_") and name != "training" and not isinstance(value, (*SETTINGS, MethodType)):
+    if name not in OWN and name != "_note" and not isinstance(value, (*SETTINGS, MethodType)):
         module._note(name)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -200,8 +201,10 @@ def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
     device = data.train.images.device
     if job.prune is None:
         return fresh(job.model, data.classes, job.recipe.seed).to(device)
-    path = folders.started(job.name)
+    path, settings = folders.started(job.name), json.loads(json.dumps([describe(job.prune), job.images]))
     if path.exists():
+        if read(path).about.get("settings", settings) != settings:
+            raise HapError(f"{path} was pruned with other settings than {job.name} has now; delete it to prune anew")
         return opened(path, job.model, data.classes).to(device)
     say(f"{job.name}: pruning")
     model = _dense(job, data, folders)
@@ -209,7 +212,7 @@ def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
     made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images)
     metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                "scoring_seconds": made.seconds}  # fmt: skip
-    save(path, model, made.plan, metrics=metrics, about={"ranks": made.ranks})
+    save(path, model, made.plan, metrics=metrics, about={"ranks": made.ranks, "settings": settings})
     return model
 
 

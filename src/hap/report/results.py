@@ -187,8 +187,8 @@ def behind(page: Page) -> str:
             f"ranked on {MANY_IMAGES:,} images"]  # fmt: skip
     text = """On ResNet56 exact sensitivity is lowest in late layers, where channels have many parameters and few FLOPs,
 so at the paper's FLOPs far fewer parameters stay than in the paper. That is what differs; whether it is the reason, the
-last columns tell: points to the paper when sensitivity is estimated by 3 probes, or weighed by what a channel costs,
-either of which leaves about the paper's share; and whether it is which channels go, when it is found on many images."""
+last columns tell: points to the paper when sensitivity is estimated by 3 probes, or weighed by what a channel costs;
+and whether it is which channels go, when it is found on many images."""
     parts = ["## Where the paper's figure is not reached", text, table(head, lines), _dead_implants(page)]
     return "\n\n".join(part for part in parts if part)
 
