@@ -1,6 +1,7 @@
 """export: the files run elsewhere and give the same numbers."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,24 @@ def test_refusals(name: str, model: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(hap.HapError, match=words):
         hap.export(tmp_path / name, model, torch.randn(1, 2))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+class OtherWay(nn.Module):
+    """Computes something else while it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (2 if torch.compiler.is_compiling() else 1)
+
+
+@pytest.mark.parametrize("dynamic_batch", [True, False])
+def test_export_warns_of_a_model_that_goes_another_way_when_captured(dynamic_batch: bool, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="was not seen to compute the same: the value of output 0 is off"):
+        hap.export(tmp_path / "model.pt2", OtherWay(), torch.randn(1, 4), dynamic_batch=dynamic_batch)
+    assert (tmp_path / "model.pt2").exists()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*compute the same.*")
+        hap.export(tmp_path / "model.pt2", nn.Linear(4, 3), torch.randn(1, 4), dynamic_batch=dynamic_batch)

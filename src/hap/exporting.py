@@ -14,6 +14,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from hap.comparing import difference, outputs
 from hap.errors import HapError
 from hap.examples import call_arguments, evaluating
 from hap.files import write_atomic
@@ -22,17 +23,24 @@ from hap.folding import fold_batchnorms
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 TYPE_AS = torch.ops.aten.type_as.default
 CLAMP = torch.ops.aten.clamp.Tensor
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+"""How far outputs may be off where BatchNorms are folded, relative to the largest."""
 
 
 def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True) -> Path:
     """Write the model in eval mode to `path`, as its ending says: .onnx or .pt2; returns the path.
 
     BatchNorms are folded into what is before them. Shapes are those of the example, but for the first axis of its
-    tensors, the batch: that may have any length, unless `dynamic_batch` is False.
+    tensors, the batch: that may have any length, unless `dynamic_batch` is False. A warning says if what was captured
+    does not compute on the example what the model does: code may go another way while it is captured.
     """
     path = Path(path)
     _writer(path)
-    return write(path, capture(model, example, dynamic_batch=dynamic_batch))
+    program = capture(model, example, dynamic_batch=dynamic_batch)
+    if problem := _other_outputs(model, program, _at_least_two(example) if dynamic_batch else example):
+        warnings.warn(f"what torch.export captured of {type(model).__name__} was not seen to compute the same: {problem}",
+                      stacklevel=2)  # fmt: skip
+    return write(path, program)
 
 
 def write(path: Path, program: ExportedProgram) -> Path:
@@ -59,6 +67,14 @@ def capture(model: nn.Module, example: Any, *, dynamic_batch: bool = False) -> E
             raise HapError(_refusal(model, error, dynamic_batch)) from error
         folded = fold_batchnorms(program.module(check_guards=False))
         return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _other_outputs(model: nn.Module, program: ExportedProgram, example: Any) -> str | None:
+    """How far what was captured is from the model, in words, if that is more than rounding."""
+    args, kwargs = call_arguments(example)
+    with torch.no_grad():
+        seen = pytree.tree_leaves(program.module(check_guards=False)(*args, **kwargs))
+    return difference(outputs(model, example), seen, tolerance=ROUNDING)
 
 
 def _refusal(model: nn.Module, error: Exception, dynamic_batch: bool) -> str:
