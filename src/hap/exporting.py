@@ -38,8 +38,8 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     _writer(path)
     program = capture(model, example, dynamic_batch=dynamic_batch)
     if problem := _other_outputs(model, program, _at_least_two(example) if dynamic_batch else example):
-        warnings.warn(f"what torch.export captured of {type(model).__name__} was not seen to compute the same: {problem}",
-                      stacklevel=2)  # fmt: skip
+        what = f"what torch.export captured of {type(model).__name__}"
+        warnings.warn(f"{what} was not seen to compute the same: {problem}", stacklevel=2)
     return write(path, program)
 
 
