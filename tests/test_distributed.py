@@ -92,6 +92,7 @@ def work(rank: int, folder: str) -> None:
     sharded = all(distributed.is_sharded(p) and p.grad is None for p in model.parameters())
     Path(f"{folder}/sharded-{rank}.txt").write_text(f"{sharded}\n" + "\n".join(refusals(rank, model)))
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a process while Python takes itself apart
 
 
 def refusals(rank: int, sharded: nn.Module) -> list[str]:

@@ -175,6 +175,8 @@ def session() -> Iterator[None]:
         except SystemExit as ended:  # how a command ends, well or not; after a failure the others may not answer
             if not ended.code:
                 dist.destroy_process_group()
+            elif isinstance(ended.code, int):
+                _leave(ended.code)
             raise
         except RuntimeError as error:
             if isinstance(error, HapError) or not _lost(error):
@@ -183,7 +185,14 @@ def session() -> Iterator[None]:
                 f"error: process {rank()} of {processes()} has lost another one, which died or cannot be reached; "
                 "its own message says why. Nothing was written that is not complete.\n"
             )
-            raise SystemExit(1) from error
+            _leave(1)
+
+
+def _leave(code: int) -> None:
+    """End at once. Threads that still wait for others would abort the process while Python takes itself apart."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _terminated(*_: Any) -> None:
