@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
+from hap.experiments.sensitivity import rank_correlation
 from hap.files import write_json
 from hap.provenance import provenance
 
@@ -129,11 +130,6 @@ def flat(scores: dict[str, Tensor]) -> Tensor:
     return torch.cat(list(scores.values()))
 
 
-def spearman(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    ranks = [flat(t).argsort().argsort().double() for t in (a, b)]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
-
-
 # ---- parts --------------------------------------------------------------------------------------------------
 
 
@@ -175,8 +171,8 @@ def long_run(bench: Bench, main: Subject, options: argparse.Namespace) -> None:
         noise = flat(scores.errors) * torch.randn(len(flat(wanted)), generator=generator, dtype=torch.float64)
         runs.append({
             "products": products, "deflate": deflate, "seconds": taken, "peak_bytes": peak,
-            "spearman_to_exact": spearman(wanted, scores),
-            "spearman_that_its_noise_explains": spearman(wanted, {"": flat(wanted) + noise}),
+            "spearman_to_exact": rank_correlation(wanted, scores),
+            "spearman_that_its_noise_explains": rank_correlation(wanted, {"": flat(wanted) + noise}),
         })  # fmt: skip
         bench.note(long_runs=runs)
 
@@ -256,7 +252,7 @@ def many_classes(bench: Bench, main: Subject, options: argparse.Namespace) -> No
     draws = 32 if options.small else 64
     bench.note(
         sampled_long_draws=draws,
-        spearman_sampled_long=spearman(scores, chosen.score(method="sampled", draws=draws, seed=1)),
+        spearman_sampled_long=rank_correlation(scores, chosen.score(method="sampled", draws=draws, seed=1)),
     )
 
 

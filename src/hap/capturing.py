@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -122,10 +123,15 @@ def running_modules(error: BaseException | None) -> list[nn.Module]:
     """The modules whose forward was running when this was raised, as far as its traceback and its causes tell."""
     found: list[nn.Module] = []
     while error is not None:
-        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-        found += [module for frame in frames if isinstance(module := frame.f_locals.get("self"), nn.Module)]
+        found += modules_in(error.__traceback__)
         error = error.__cause__ or error.__context__
     return found
+
+
+def modules_in(trace: TracebackType | None) -> list[nn.Module]:
+    """The modules whose methods a traceback passes through, outer ones first."""
+    frames = (frame for frame, _ in traceback.walk_tb(trace))
+    return [module for frame in frames if isinstance(module := frame.f_locals.get("self"), nn.Module)]
 
 
 def _inline_regions(module: fx.GraphModule) -> None:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ def session() -> Iterator[None]:
             _leave(1)
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End at once. Threads that still wait for others would abort the process while Python takes itself apart."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Example inputs: how a model is called with them, how they are described in a file, and eval mode around a run."""
+"""Example inputs: how a model is called with them, or with other tensors, and how they are described in a file."""
 
 from __future__ import annotations
 
@@ -44,13 +44,18 @@ def run(model: nn.Module, example: Any) -> Any:
         return model(*args, **kwargs)
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
 def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's output with these in place of parameters or buffers, by name; what shares one goes on sharing it.
 
     torch.func.functional_call fills in the other names of a tensor by itself, but a module that has several names is
     then left with what it was lent. So each place that holds a tensor is named here, once.
     """
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    own = named_tensors(model)
     lent = {id(own[name]): tensor for name, tensor in tensors.items()}
     places = {
         f"{name}.{leaf}".lstrip("."): tensor

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
+from hap.examples import named_tensors
 from hap.implants import ImplantModule, Pointwise
 from hap.plans import Cut, Plan
 from hap.surgery import apply_
@@ -47,7 +48,7 @@ def dense_form(pruned: nn.Module, plan: Plan, dense: nn.Module) -> tuple[nn.Modu
         for parameter in ones.parameters():
             parameter.fill_(1)
         for name, tensor in _spread(pruned, plan, made).items():
-            _tensors(made)[name].copy_(tensor)
+            named_tensors(made)[name].copy_(tensor)
         left = _spread(ones, plan, made)
     return made, {name: left[name] for name, _ in made.named_parameters() if name in left and not left[name].all()}
 
@@ -74,7 +75,7 @@ def pruned_form(model: nn.Module, plan: Plan, example: object = None) -> nn.Modu
 @torch.no_grad()
 def _spread(pruned: nn.Module, plan: Plan, dense: nn.Module) -> dict[str, Tensor]:
     """The tensors of a pruned network at their places in those of the dense one, with zeros elsewhere."""
-    places, found = _tensors(dense), _tensors(pruned)
+    places, found = named_tensors(dense), named_tensors(pruned)
     cuts: dict[int, list[Cut]] = {}  # by tensor, which may have several names
     for cut in plan.cuts:
         cuts.setdefault(id(places[cut.name]), []).append(cut)
@@ -102,7 +103,3 @@ def _embedded(tensor: Tensor, cuts: list[Cut]) -> Tensor:
         shape = [*tensor.shape[: cut.dim], cut.size, *tensor.shape[cut.dim + 1 :]]
         tensor = tensor.new_zeros(shape).index_copy(cut.dim, torch.tensor(cut.keep, device=tensor.device), tensor)
     return tensor
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

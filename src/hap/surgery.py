@@ -18,7 +18,7 @@ from hap.calibration import pointwise_fits
 from hap.comparing import VALUES, difference, in_float64, is_float32, largest, outputs
 from hap.copying import deepcopied
 from hap.errors import HapError
-from hap.examples import imagine
+from hap.examples import imagine, named_tensors
 from hap.fewer_heads import FewerHeads
 from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
@@ -63,7 +63,7 @@ def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan that was made for another model, or that was carried out already."""
-    tensors = _tensors(model)
+    tensors = named_tensors(model)
     for cut in plan.cuts:
         shape = tuple(tensors[cut.name].shape) if cut.name in tensors else None
         if shape is None or not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.size:
@@ -116,7 +116,7 @@ def _distinct_below(values: tuple[int, ...], size: int) -> bool:
 
 
 def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
-    tensors = _tensors(model)
+    tensors = named_tensors(model)
     with torch.no_grad():
         for name, tensor in shorter.items():
             _replace_data(tensors[name], tensor)
@@ -125,7 +125,7 @@ def _operate(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], s
 
 def _follow(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
     """Everything but the tensors, which are cut already: attributes, implants and what stands around modules."""
-    modules, tensors = dict(model.named_modules(remove_duplicate=False)), _tensors(model)
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
     aliases: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         aliases.setdefault(id(tensor), []).append(name)
@@ -157,10 +157,6 @@ def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[st
     if found and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
         return layer.rstrip("."), parametrized
     return owner, leaf
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _replace_data(tensor: Tensor, shorter: Tensor) -> None:
@@ -460,7 +456,7 @@ def _masked_outputs(
     Each implant is written out as the k x k kernel it equals. With what is `known` of the pruned model, large weights
     are not multiplied by zeros, and what both models compute from the same inputs is taken from there.
     """
-    tensors, cuts = _tensors(model), _by_name(base)
+    tensors, cuts = named_tensors(model), _by_name(base)
     grafted = {name for g in plan.grafts for name in (f"{g.module}.weight", f"{g.module}.bias")}
     changed = {n: tensors[n].detach().clone() for n in grafted if n in tensors and n not in _by_name(plan)}
     sparse: dict[nn.Parameter, Sparse] = {}
@@ -498,7 +494,7 @@ def _by_name(plan: Plan | None) -> dict[str, dict[int, Cut]]:
 
 def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     """What the plan leaves of the tensors that it cuts."""
-    tensors = _tensors(model)
+    tensors = named_tensors(model)
     shorter: dict[str, Tensor] = {}
     with torch.no_grad():
         for cut in plan.cuts:
@@ -509,7 +505,7 @@ def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
     """A copy with some tensors changed. Other parameters are shared."""
     memo: dict[int, Any] = {}
-    tensors = _tensors(model)
+    tensors = named_tensors(model)
     for name, new in changed.items():
         old = tensors[name]
         wrap = isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter)

@@ -20,7 +20,7 @@ from hap.blocks import heads
 from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
 from hap.errors import HapError
-from hap.examples import describe
+from hap.examples import describe, named_tensors
 from hap.garbage import left_for_later
 from hap.groups import (
     Frozen,
@@ -134,9 +134,7 @@ class Tracer:
         self.curved: str | None = None
         self.root: Ints = np.zeros(1, dtype=np.int64)
         self._next = 1
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
+        tensors = named_tensors(model)
         first: dict[int, str] = {}
         for name, tensor in tensors.items():
             first.setdefault(id(tensor), name)

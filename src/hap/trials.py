@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import traceback
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.capturing import exporting
+from hap.capturing import exporting, modules_in
 from hap.comparing import in_float64
 from hap.cost import CostModel
 from hap.errors import HapError
@@ -358,8 +357,10 @@ class Trial:
         return End(frozenset(following), read, fits, failed)
 
     def _was_read(self, length: Length) -> bool:
-        known = self.reads is not None and length.module in self.watched
-        return not known or (length.module, length.attribute) in self.reads.names  # type: ignore[union-attr]
+        """Whether the last round read this attribute, as far as is known."""
+        if self.reads is None or length.module not in self.watched:
+            return True
+        return (length.module, length.attribute) in self.reads.names
 
     def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
         return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
@@ -386,8 +387,7 @@ def _telling(model: nn.Module, groups: Groups) -> nn.Module:
 
 def _failing_module(error: BaseException) -> str | None:
     """The name of the innermost module that has submodules among those whose forward was running."""
-    frames = traceback.walk_tb((error.__cause__ or error).__traceback__)
-    running = [m for frame, _ in frames if isinstance(m := frame.f_locals.get("self"), nn.Module)]
+    running = modules_in((error.__cause__ or error).__traceback__)
     names = {id(m): name for name, m in running[0].named_modules()} if running else {}
     return next((names[id(m)] for m in reversed(running) if names.get(id(m)) and [*m.children()]), None)
 

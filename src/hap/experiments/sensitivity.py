@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import hap
 from hap.checkpoint import load
@@ -22,7 +22,7 @@ from hap.experiments.steps import calibration, probe_record, score_step, sensiti
 from hap.files import write_json
 from hap.planning import Budget
 from hap.provenance import provenance
-from hap.scoring import Criterion, HessianTrace, Random, Scores
+from hap.scoring import Criterion, HessianTrace, Random
 
 TARGET = "sensitivity"
 CHANNELS = (0.5, 0.45, 0.4, 0.31)
@@ -128,13 +128,14 @@ def _images(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
         scores = [hap.score(model, groups, batches, F.cross_entropy, "hessian") for batches in draws]
         kept = [hap.plan(groups, one, Budget(flops=0.3874)).kept for one in scores]
         pairs = [{(layer, unit) for layer, units in one.items() for unit in units} for one in kept]
-        rows.append({"images": sum(len(y) for _, y in draws[0]), "rank_correlation": _rank_correlation(*scores),
+        rows.append({"images": sum(len(y) for _, y in draws[0]), "rank_correlation": rank_correlation(*scores),
                      "kept_in_both": len(pairs[0] & pairs[1]) / len(pairs[0] | pairs[1]),
                      "carried_by_a_twentieth": _carried(model, draws[0], 0.05)})  # fmt: skip
     return {"kind": "hap-score-images", "format": 1, "rows": rows}
 
 
-def _rank_correlation(first: Scores, second: Scores) -> float:
+def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """Spearman's, over the units of all groups."""
     ranks = [torch.cat(list(scores.values())).argsort().argsort().double() for scores in (first, second)]
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 

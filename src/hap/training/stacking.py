@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
+from hap.examples import named_tensors
 from hap.training.run import Run
 from hap.training.update import Update, lay_out
 
@@ -155,7 +156,7 @@ def _fits(network: nn.Module) -> bool:
             return False
         if any(getattr(module, hooks) for hooks in HOOKS):
             return False
-    tensors = list(_tensors(network).values())
+    tensors = list(named_tensors(network).values())
     hooked = any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
     return len({t.data_ptr() for t in tensors}) == len(tensors) and not hooked
 
@@ -167,15 +168,7 @@ def _description(network: nn.Module) -> object:
         (name, type(m), repr({key: value for key, value in vars(m).items() if key not in inner}))
         for name, m in network.named_modules()
     )
-    return modules, tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in _tensors(network).items())
-
-
-def _tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all their names."""
-    return {
-        **dict(network.named_parameters(remove_duplicate=False)),
-        **dict(network.named_buffers(remove_duplicate=False)),
-    }
+    return modules, tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in named_tensors(network).items())
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
