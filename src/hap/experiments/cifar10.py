@@ -169,9 +169,8 @@ def more_images() -> list[Job]:
 
 
 def _controls() -> list[Job]:
-    """Other rankings at the FLOPs of HAP's rows, and low rank at those of HAP+Implant's. By the norm of a channel, not
-    divided by its size, about the shares of the paper's magnitude rows are left; by its words, ||w||^2 / p, they are
-    not: so the headlines run with both."""
+    """Other rankings at the FLOPs of HAP's rows, and low rank at those of HAP+Implant's. Magnitude is ||w||^2 / p, as
+    the paper words it; the headlines also run with the L1 norm, which is not divided by the size of a channel."""
     jobs = []
     for criterion, rows in CONTROLS.items():
         for (flops, _, _), paper in zip(HAP_ROWS, rows, strict=False):
