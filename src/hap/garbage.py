@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def left_for_later() -> Iterator[None]:
     """Inside, or in a function that this decorates, reference cycles wait to be collected until it ends.
 
-    Graphs are many small objects that stay; looking through them for garbage again and again takes longer than it is worth.
+    Graphs are many small objects that stay; looking through them again and again for garbage takes its time.
     What is large goes with its last reference in any case.
     """
     if not gc.isenabled():
