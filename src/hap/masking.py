@@ -47,8 +47,9 @@ def dense_form(pruned: nn.Module, plan: Plan, dense: nn.Module) -> tuple[nn.Modu
     with torch.no_grad():
         for parameter in ones.parameters():
             parameter.fill_(1)
+        tensors = named_tensors(made)
         for name, tensor in _spread(pruned, plan, made).items():
-            named_tensors(made)[name].copy_(tensor)
+            tensors[name].copy_(tensor)
         left = _spread(ones, plan, made)
     return made, {name: left[name] for name, _ in made.named_parameters() if name in left and not left[name].all()}
 
