@@ -15,7 +15,7 @@ import hap
 from hap.cli import app
 from hap.data import Data, Split
 from hap.experiments import sensitivity
-from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, select, status, work_off
+from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, prepare, select, status, work_off
 from hap.experiments.cifar10 import headline_networks
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
@@ -63,6 +63,19 @@ def test_what_was_pruned_with_other_settings_is_not_taken_up(data: Data, folders
         work_off([replace(job, images=8)], data, folders, say=quiet)
     work_off([job], data, folders, say=quiet)
     assert folders.result(job.name).exists()
+
+
+def test_what_can_start_is_pruned_ahead_of_its_training(data: Data, folders: Folders) -> None:
+    jobs, said = make_jobs(1), []
+    prepare(jobs, data, folders, said.append)
+    assert said == [] and not folders.work.exists(), "the dense network is missing"
+    put_dense(folders)
+    prepare(jobs, data, folders, said.append)
+    made = folders.started("pruned").read_bytes()
+    prepare(jobs, data, folders, said.append)
+    work_off(jobs, data, folders, say=quiet)
+    assert said == ["pruned: pruning"] and folders.started("pruned").read_bytes() == made
+    assert folders.result("pruned").exists()
 
 
 def put_dense(folders: Folders) -> None:

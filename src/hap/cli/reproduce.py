@@ -13,6 +13,7 @@ from hap.cli.screen import out, resumable, table, wrote
 from hap.data import Data
 from hap.experiments import sensitivity
 from hap.experiments.campaign import MASKED_FROM, Folders, Job, Manner, estimate, select, status, work_off
+from hap.experiments.campaign import prepare as prune_for
 from hap.experiments.cifar10 import dense_name, headline_networks, jobs
 from hap.experiments.networks import pick_device
 from hap.experiments.sensitivity import Look
@@ -31,6 +32,9 @@ def reproduce(
     state: Annotated[bool, typer.Option("--status", help="Only say what is done and what is left.")] = False,
     render: Annotated[
         bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
+    ] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Only prune, so that training begins at once; others may train meanwhile.")
     ] = False,
     together: Annotated[int, typer.Option(min=1, help="How many networks to train side by side.")] = 8,
     stack: Annotated[int, typer.Option(min=1, help="How many networks of one shape may run as one network.")] = 8,
@@ -67,6 +71,9 @@ def reproduce(
         return
     loaded = hap.data.load(data, device=pick_device(device))
     with resumable("the same command goes on where it stopped"):
+        if prepare:
+            prune_for(chosen, loaded, folders, _say)
+            return
         _work(chosen, looks, loaded, folders, Manner(together, stack, compiled, masked_from), seconds, revision)
 
 
@@ -80,13 +87,13 @@ def _jobs(target: str, looks: list[Look], pattern: str) -> list[Job]:
 def _work(chosen: list[Job], looks: list[Look], data: Data, folders: Folders, manner: Manner, seconds: float | None,
           revision: str | None) -> None:  # fmt: skip
     """Looks are short, so they come first where their networks are there, and again after the training."""
+    sensitivity.take(looks, data, folders, revision, _say)
+    work_off(chosen, data, folders, manner, seconds, revision, _say)
+    sensitivity.take(looks, data, folders, revision, _say)
 
-    def say(text: str) -> None:
-        typer.echo(text, err=True)
 
-    sensitivity.take(looks, data, folders, revision, say)
-    work_off(chosen, data, folders, manner, seconds, revision, say)
-    sensitivity.take(looks, data, folders, revision, say)
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _show(chosen: list[Job], looks: list[Look], folders: Folders) -> None:

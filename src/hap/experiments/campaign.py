@@ -137,6 +137,13 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
             return
 
 
+def prepare(jobs: Sequence[Job], data: Data, folders: Folders, say: Say = print) -> None:
+    """Prune for all jobs that can run, so that their training begins at once. Another process may train meanwhile."""
+    for job in pending(jobs, folders):
+        if job.prune is not None and not folders.started(job.name).exists():
+            _start(job, data, folders, say)
+
+
 def _alike(job: Job, other: Job) -> bool:
     """Whether two jobs train side by side: the same network by the same recipe, whose seed may differ. Others could,
     but what is large would hold up what is small."""
