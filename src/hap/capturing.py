@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -70,16 +71,27 @@ def export(
 
 
 @contextmanager
-def exporting() -> Iterator[None]:
+def exporting(flag: int = True) -> Iterator[None]:
     """Inside, torch says that it exports, and models run as they do when they are captured."""
     flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
     try:
         for name in flags:
-            setattr(torch.compiler, name, True)
+            setattr(torch.compiler, name, flag)
         yield
     finally:
-        for name, flag in flags.items():
-            setattr(torch.compiler, name, flag)
+        for name, before in flags.items():
+            setattr(torch.compiler, name, before)
+
+
+class Asked(int):
+    """Says `exporting` that torch does not, and notes if a model wants to know. One that does not goes one way only."""
+
+    heard = False
+
+    def __bool__(self) -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__")
+        self.heard = self.heard or caller != nn.Module.__module__  # which asks for hooks, and calls them either way
+        return False
 
 
 class SizesKnown(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -358,6 +358,7 @@ def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
 # ---- the executed check -------------------------------------------------------------------------------------
 
 REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
+Listener = Callable[[nn.Module], None]
 LARGE = 1 << 14
 """Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
 
@@ -375,16 +376,18 @@ def verify_plan(
 def check_by_running(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None = None,
     shorter: dict[str, Tensor] | None = None, wanted: list[Any] | None = None, gross: float | None = None,
+    listen: Listener | None = None,
 ) -> list[Any]:  # fmt: skip
     """Raise HapError unless the pruned model does on the example what the plan says. Changes nothing.
 
     It is held against the dense model with zeros in place of what goes; with `base`, a milder plan, against what that
     one leaves of the dense model, which runs faster. `shorter` holds what the plan leaves of tensors, where that is
     known, and `wanted` what that model with zeros returns, which is returned for the next time: in float64, where
-    float32 was not enough to tell. A difference of more than `gross` times the largest value is no rounding.
+    float32 was not enough to tell. A difference of more than `gross` times the largest value is no rounding. `listen`
+    gets the pruned copy before it runs.
     """
     shorter = cut_tensors(model, plan) if shorter is None else shorter
-    problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted, gross=gross)
+    problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted, gross=gross, listen=listen)
     if problem and problem.startswith(VALUES):  # rounding, or a real difference? Float64 without short cuts tells.
         exact, again = model, example
         if is_float32(model):
@@ -399,12 +402,15 @@ def check_by_running(
 def _compare(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
     shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True, gross: float | None = None,
+    listen: Listener | None = None,
 ) -> tuple[str | None, list[Any]]:  # fmt: skip
     """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
         # a forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart
         pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
         _follow(pruned, plan, copy.deepcopy(implants))
+        if listen is not None:
+            listen(pruned)
         known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
         with known or nullcontext():
             seen = outputs(pruned, example)

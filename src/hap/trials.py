@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,18 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.capturing import exporting, modules_in
+from hap.capturing import Asked, exporting, modules_in
 from hap.comparing import in_float64
 from hap.cost import CostModel
 from hap.errors import HapError
 from hap.groups import Groups, Ints, Length
+from hap.missing import Calls
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, without
-from hap.surgery import check_by_running, variant
+from hap.surgery import Listener, check_by_running, variant
 from hap.telling import telling_weights
 from hap.watching import Reads
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
+Key = tuple[int, frozenset[str], frozenset[int]]
+"""A round, the groups that lose units in it, and the attributes, by id, that follow those of them that are spanned."""
+
+
+AttributeKind = tuple[str, str, int, int]
+"""The name of a module without its numbers, and which attribute, entry and axis."""
 
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -48,6 +56,10 @@ SMALL_MODEL = 100
 """Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
 LARGE_MODEL = 20_000
 """Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
+HEAVY_MODEL = 60_000_000
+"""So are those whose layers write more values than this, and have more than SMALL_MODEL units."""
+FEW = 3
+"""How many units are left of small groups in heavy models, such as heads that look at each of 4096 places."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +98,24 @@ class Trial:
         self.candidates = [x for x in asked if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
         self.model = self._prepared(model)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
-        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups)
+        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups, self._heavy())
         self.able = [n for n in self.groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
         self.rest_lengths: list[Length] = []
         self.found: list[Length] = []
-        self.wanted: dict[tuple[int, frozenset[str], frozenset[int]], list[Any]] = {}
+        self.wanted: dict[Key, list[Any]] = {}
+        self.spread: set[Key] = set()
+        self.calls: tuple[frozenset[str], frozenset[int], Calls] | None = None
+        self.asked = Asked()
         self.ends: dict[tuple[int, frozenset[str]], list[End]] = {}
         self.failed: str | None = None
         self.ran = False
+
+    def _heavy(self) -> bool:
+        everything = self.groups.all_kept()
+        written = self.cost(everything, np.zeros_like(everything)).activations
+        return written > HEAVY_MODEL and self.groups.units > SMALL_MODEL
 
     def _prepared(self, model: nn.Module) -> nn.Module:
         """The model that is tried: without the blocks that repeat others, and with watched attributes.
@@ -199,8 +219,11 @@ class Trial:
         """Further attributes that have to follow where the model is exported.
 
         A forward may go another way then, such as with a mask written out. That is the way the graph shows, and one
-        that other inputs may take too. Nothing follows if no choice of attributes works both ways.
+        that other inputs may take too. Nothing follows if no choice of attributes works both ways, or the model never
+        asked whether it is exported.
         """
+        if not self.asked.heard:
+            return []
         self.rest, self.rest_lengths = [], []
         able = [n for n in self.able if n not in misfits]
         reach = np.concatenate([NOTHING, *(self._reach(n) for n in able)])
@@ -249,9 +272,12 @@ class Trial:
         for attempt in range(MOST_BLAMED if able else 0):
             reach = np.concatenate([self._reach(n) for n in able])
             counting = [x for x in self.candidates if np.isin(x.classes, reach).any()]
-            for lengths in ([], counting) if counting and attempt == 0 else (counting,):
-                if (needed := self._needed(able, lengths)) is not None:
-                    return able, needed
+            if (needed := self._needed(able, counting)) is not None:
+                return able, needed
+            failed = self.failed
+            if counting and attempt == 0 and self._fits(able, []):
+                return able, []
+            self.failed = failed
             kinds = {_kind_of(n) for n in able if self._blamed(n)}
             fewer = [n for n in able if _kind_of(n) not in kinds]
             if not fewer or len(fewer) == len(able):
@@ -296,14 +322,29 @@ class Trial:
         for rounds in (1, None):
             if not self._fits(names, lengths, rounds):
                 return None
-            needed = lengths
-            for kind in dict.fromkeys(map(_attribute_kind, lengths)):
-                fewer = [x for x in needed if _attribute_kind(x) != kind]
-                if self._fits(names, fewer, rounds):
+            needed, spare = lengths, self._spare(names, lengths)
+            for kinds in (spare, *({kind} for kind in spare if len(spare) > 1)):  # all at once, or one by one
+                fewer = [x for x in needed if _attribute_kind(x) not in kinds]
+                if len(fewer) < len(needed) and self._fits(names, fewer, rounds):
                     needed = fewer
             if self._fits(names, needed):
                 return needed
         return None
+
+    def _spare(self, names: list[str], lengths: list[Length]) -> dict[AttributeKind, None]:
+        """Kinds of attributes, all of which follow and fit, that no module run by itself is known to miss."""
+        kinds: dict[AttributeKind, None] = dict.fromkeys(map(_attribute_kind, lengths))
+        cut = frozenset([*names, *self.rest])
+        following = frozenset(map(id, (*self.rest_lengths, *lengths)))
+        if self.calls is None or self.calls[:2] != (cut, following):
+            return kinds
+        places = Counter((x.module, x.attribute, x.entry) for x in lengths)
+        for x in lengths:
+            alone = places[x.module, x.attribute, x.entry] == 1  # else it is not known which axis it counts
+            asked = alone and _attribute_kind(x) in kinds and self._was_read(x)
+            if asked and self.calls[2].missed(x, self.model.get_submodule(x.module)):
+                del kinds[_attribute_kind(x)]
+        return kinds
 
     def _needs(self, name: str) -> list[Length] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
@@ -337,21 +378,27 @@ class Trial:
         groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
         drafted = partial(draft, groups, cost=self.cost)
         spanned = {n for n in cut if self._spanned(n)}
+        reach = np.concatenate([NOTHING, *(self._reach(n) for n in spanned)])
         fewer, more = self.removals[number]
         # whatever attributes follow, the result is to be the same: unless they follow what is spanned
-        key = (number, frozenset(cut), frozenset(following if spanned else ()))
-        base, plan = ({n: (more if n in spanned else side)[n] for n in cut} for side in (fewer, more))
+        key = (number, frozenset(cut), frozenset(i for i, x in following.items() if np.isin(x.classes, reach).any()))
+        base, plan, other = ({n: (spread if n in spanned else side)[n] for n in cut}
+                             for side, spread in ((fewer, more), (more, more), (more, fewer)))  # fmt: skip
         fits, failed = True, None
+        calls = Calls({x.module for x in following.values()})
         if self.reads is not None:
             self.reads.forget(self.watched)
         try:
-            self.wanted[key] = self._run(replace(drafted(plan), exact=True), drafted(base), self.wanted.get(key))
-            if spanned:
-                self._run(replace(drafted({n: fewer[n] for n in cut}), exact=False), None, self.wanted[key])
+            tried = replace(drafted(plan), exact=True)
+            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), calls.listen_)
+            if spanned and key not in self.spread:
+                self._run(replace(drafted(other), exact=False), None, self.wanted[key])
+                self.spread.add(key)
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
             fits, failed = False, _failing_module(error)
         else:
             self.ran = True
+            self.calls = (frozenset(cut), frozenset(following), calls)
             self._be_precise(self.wanted[key])
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
         return End(frozenset(following), read, fits, failed)
@@ -362,8 +409,12 @@ class Trial:
             return True
         return (length.module, length.attribute) in self.reads.names
 
-    def _run(self, plan: Plan, base: Plan | None, wanted: list[Any] | None) -> list[Any]:
-        return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS)
+    def _run(
+        self, plan: Plan, base: Plan | None, wanted: list[Any] | None, listen: Listener | None = None
+    ) -> list[Any]:
+        flag = torch.compiler.is_exporting() or self.asked
+        with exporting(flag):
+            return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS, listen=listen)
 
 
 def _follows_anyway(module: nn.Module, attribute: str) -> bool:
@@ -404,11 +455,11 @@ def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
     return itertools.islice(choices, MOST_CHOICES)
 
 
-def _attribute_kind(length: Length) -> tuple[str, str, int, int]:
+def _attribute_kind(length: Length) -> AttributeKind:
     return _kind_of(length.module), length.attribute, length.entry, length.axis
 
 
-def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str]) -> list[Removal]:
+def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool = False) -> list[Removal]:
     """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
 
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
@@ -422,7 +473,7 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str]) -> li
     pairs = []
     rounds = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
     rounds += [(0.6, 0.5, 0.5)] * 4 if groups.units < SMALL_MODEL else []
-    rounds = rounds[: 1 if groups.units > LARGE_MODEL else None]
+    rounds = rounds[: 1 if groups.units > LARGE_MODEL or heavy else None]
     for few, many, often in rounds:
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
@@ -437,7 +488,10 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str]) -> li
             first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
             if name in sliced:
                 first, order = 0, sorted(order)
-            fewer[name] = order[:first]
-            more[name] = order[: int(draw.integers(first, len(order)) + 1) if order else 0]
+            then = int(draw.integers(first, len(order)) + 1) if order else 0
+            if heavy and 0 < len(order) < SMALL and name not in sliced:
+                first = min(max(len(group) - FEW, 0), len(order) - 1)
+                then = first + 1
+            fewer[name], more[name] = order[:first], order[:then]
         pairs.append((fewer, more))
     return pairs

@@ -1,0 +1,120 @@
+"""Whether an attribute has to follow is asked of its module alone; whether torch exports, only of models that ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hap
+from hap import trials
+from hap.capturing import Asked, exporting
+from hap.groups import Length
+from hap.missing import Calls
+from test_trials import Heads, Hidden, counting, example, followers
+
+NO_CLASSES = torch.zeros(0, dtype=torch.int64).numpy()
+
+
+class Sizes(nn.Module):
+    """Sums pairs, as long as `pairs` says how many there are; may write to what it is given."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.pairs, self.shape, self.unrelated, self.writes = 3, (2, 3), 3, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mul_(2) if self.writes else x * 2
+        return x.view(self.shape[0], -1).sum(0)[: self.pairs] + 0 * self.unrelated
+
+
+def called(module: Sizes) -> Calls:
+    """After a run in which two pairs are left of three."""
+    model = nn.Sequential(module)
+    module.pairs, module.shape = 2, (2, 2)
+    calls = Calls({"0"})
+    calls.listen_(model)
+    model(torch.arange(4.0))
+    return calls
+
+
+@pytest.mark.parametrize(("attribute", "entry"), [("pairs", 0), ("unrelated", 0), ("shape", 0), ("shape", 1)])
+def test_what_changes_nothing_is_not_missed(attribute: str, entry: int) -> None:
+    assert not called(Sizes()).missed(Length("0", attribute, NO_CLASSES, entry=entry), Sizes())
+
+
+def test_an_attribute_is_missed_if_the_module_returns_something_else_or_fails() -> None:
+    dense = Sizes()
+    dense.pairs, dense.shape = 1, (3, 3)
+    calls = called(Sizes())
+    assert calls.missed(Length("0", "pairs", NO_CLASSES), dense)  # another length
+    assert calls.missed(Length("0", "shape", NO_CLASSES), dense)  # four values are no three rows
+    assert calls.found["0"].module.shape == (2, 2)  # as it was
+
+
+def test_a_module_that_writes_to_what_it_is_given_is_not_asked() -> None:
+    dense = Sizes()
+    dense.pairs = 1
+    assert not called(Sizes(writes=True)).missed(Length("0", "pairs", NO_CLASSES), dense)
+
+
+def test_modules_that_miss_an_attribute_spare_a_run_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "SMALL_MODEL", 0)
+    runs = counting(monkeypatch, trials, "check_by_running")
+    model = nn.Sequential(Heads(6), Hidden(), nn.Linear(24, 5)).double()
+    assert followers(hap.trace(model, example())) == {("0", "heads")}
+    assert len(runs) == 2  # one for each round
+
+
+class Asking(Heads):
+    """Goes another way where torch exports: there a second number counts the heads."""
+
+    asks = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asks and torch.compiler.is_exporting():
+            x = x + self.out(self.qkv(x).unflatten(-1, (3, self.unrelated, 4)).unbind(-3)[0].flatten(-2)).mul(0)
+        return super().forward(x)
+
+
+class Deaf(Asking):
+    asks = False
+
+
+@pytest.mark.parametrize(("kind", "more"), [(Asking, {("0", "unrelated")}), (Deaf, set())])
+def test_the_way_of_export_is_tried_if_the_model_asks(kind: type[Heads], more: set[Any], monkeypatch: Any) -> None:
+    model = nn.Sequential(kind(6), Hidden(), nn.Linear(24, 5)).double()
+    ways = counting(monkeypatch, trials.Trial, "_fits_in_export")
+    assert followers(hap.trace(model, example())) == {("0", "heads")} | more
+    assert bool(ways) is bool(more)
+
+
+def test_hooks_do_not_count_as_asking() -> None:
+    flag, model = Asked(), nn.Linear(2, 2)
+    model.register_forward_hook(lambda *_: None)
+    with exporting(flag):
+        model(torch.zeros(1, 2))
+        assert not flag.heard
+        assert not torch.compiler.is_exporting()
+    assert flag.heard and torch.compiler.is_exporting() is False
+
+
+def test_heavy_models_are_tried_once_with_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Heads(6), Hidden(), Hidden(), nn.Linear(24, 5)).double()
+    light = hap.trace(model, example())
+    monkeypatch.setattr(trials, "HEAVY_MODEL", 0)
+    tried: list[trials.Removal] = []
+    removals = trials._trial_removals
+
+    def noting(*args: Any) -> list[trials.Removal]:
+        return tried.extend(found := removals(*args)) or found
+
+    monkeypatch.setattr(trials, "SMALL_MODEL", 0)
+    monkeypatch.setattr(trials, "_trial_removals", noting)
+    heavy = hap.trace(model, example())
+    assert len(tried) == 1
+    fewer, more = tried[0]
+    assert (len(fewer["0.qkv"]), len(more["0.qkv"])) == (6 - trials.FEW, 6 - trials.FEW + 1)
+    assert followers(heavy) == followers(light) and list(heavy) == list(light)
