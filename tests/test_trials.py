@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap import comparing, surgery, trials, zeros
+from hap import comparing, rules, surgery, trials, zeros
 from hap.capturing import capture
 from hap.tracing import Tracer
 from hap.zeros import ATTENTION
@@ -368,3 +368,12 @@ def test_blocks_may_hold_functions_that_hold_themselves() -> None:
         block.act = recursive()
     groups = hap.trace(nn.Sequential(nn.Linear(8, 24), *blocks, nn.Linear(24, 3)), torch.randn(2, 8))
     assert {f"{i}.up" for i in range(1, 5)} <= set(groups)
+
+
+def test_labels_of_heads_in_windows_are_not_written_out_over_tokens() -> None:
+    labels = torch.arange(1, 5).view(1, 1, 4, 1, 1)  # (3, windows, heads, tokens, width)
+    reshaped = rules._reshaped(labels, [3, 25, 4, 196, 64], [3, 100, 196, 64])
+    assert reshaped.shape == (1, 100, 1, 1)
+    assert torch.equal(reshaped.flatten(), torch.arange(1, 5).repeat(25))
+    whole = labels.expand(3, 25, 4, 196, 64).reshape(3, 100, 196, 64)
+    assert torch.equal(reshaped.expand(whole.shape), whole)

@@ -163,8 +163,9 @@ def compress(labels: Tensor) -> Tensor:
         return labels
     for dim in (d for d, size in enumerate(labels.shape) if size > 1 and labels.stride(d) == 0):
         labels = labels.narrow(dim, 0, 1)
-    for dim in range(labels.ndim):
-        if labels.shape[dim] > 1 and bool((labels == labels.narrow(dim, 0, 1)).all()):
+    for dim in (d for d, size in enumerate(labels.shape) if size > 1):
+        alike = torch.equal(labels.select(dim, 0), labels.select(dim, 1))  # which most often tells
+        if alike and bool((labels == labels.narrow(dim, 0, 1)).all()):
             labels = labels.narrow(dim, 0, 1)
     return labels
 
@@ -304,33 +305,30 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         result = _on_labels(tracer, node)
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(tracer, node, "an operator that cannot run on labels")
+    result = [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
     if short_name(node) in SIZED and not _takes_the_rest(node, result):
         tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
     if not isinstance(result, list | tuple):
         if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
             tracer.sliced.append((tracer.labels(source).numpy(), int(arguments(node).get("dim", 0))))
-        result = compress(result)
         tracer.shaped.append((tracer.module(node), result, None))
         return result
-    if short_name(node) in PARTS and len({r.shape for r in result}) == 1:
-        stacked = compress(
-            torch.stack(list(result))
-        )  # a forward that asks for equal parts goes on getting the same ones
-        tracer.join(stacked.numpy(), stacked[:1].numpy())
-    parts = [compress(r) for r in result]
-    tracer.shaped += [(tracer.module(node), part, i) for i, part in enumerate(parts)]
-    return parts
+    if short_name(node) in PARTS and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
+        for part in result:  # a forward that asks for equal parts goes on getting the same ones
+            tracer.join(part.numpy(), result[0].numpy())
+    tracer.shaped += [(tracer.module(node), part, i) for i, part in enumerate(result)]
+    return result
 
 
 def _takes_the_rest(node: fx.Node, result: Any) -> bool:
-    """Whether the one axis along which a reshaped tensor varies has the size -1, as in `view(1, -1, 1, 1)`.
+    """Whether the one axis along which a reshaped tensor, compressed, varies has the size -1: `view(1, -1, 1, 1)`.
 
     Such a size follows whatever goes, and no other counts it.
     """
     if short_name(node) not in ("reshape", "view"):
         return False
     sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
-    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, compress(result).shape, strict=True) if long > 1)
+    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, result.shape, strict=True) if long > 1)
 
 
 def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
@@ -342,6 +340,8 @@ def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
     known = [a for a in node.all_input_nodes if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor)]
     labels = {a: tracer.labels(a) for a in known}
     shapes = {a: list(shape_of(a)) for a in known}
+    if short_name(node) in RESHAPES and _same_elements(known[0], node):
+        return _reshaped(labels[known[0]], shapes[known[0]], list(shape_of(node)))
     if short_name(node) in ("cat", "concat", "flip", "roll", "stack"):
         ndim = len(shapes[known[0]])
         along = arguments(node)["dim"] % ndim if short_name(node) in ("cat", "concat") else None
@@ -364,6 +364,26 @@ def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
         return call(written_out=False)
     except RuntimeError:  # such as a view across axes of which one is expanded
         return call(written_out=True)
+
+
+RESHAPES = {"_unsafe_view", "flatten", "reshape", "unflatten", "view"}
+"""Operators that give the same elements, in the same order, another shape; or the same bits another type."""
+
+
+def _same_elements(before: fx.Node, after: fx.Node) -> bool:
+    """Of one type; and there are some."""
+    return before.meta["val"].dtype == after.meta["val"].dtype and after.meta["val"].numel() > 0
+
+
+def _reshaped(labels: Tensor, before: list[int], after: list[int]) -> Tensor:
+    """Axes that stay as they are, at either end, are not written out where labels do not vary along them."""
+    for ends in (range(len(after)), range(-1, -1 - len(after), -1)):
+        for d in ends:
+            if not -len(before) <= d < len(before) or before[d] != after[d]:
+                break
+            if labels.shape[d] == 1:
+                before[d] = after[d] = 1
+    return labels.expand(before).reshape(after)
 
 
 def padding(tracer: Tracer, node: fx.Node) -> Any:
