@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.parts import captures, may_choose, parts, view_where_it_chooses
+from hap.parts import captured_parts, captures, may_choose, parts, view_where_it_chooses
 
 
 class Detector(nn.Module):
@@ -274,3 +274,59 @@ def test_parts_are_found_in_few_captures(monkeypatch: pytest.MonkeyPatch) -> Non
     view = parts(nn.Sequential(*(Reads() for _ in range(8))), torch.randn(2, 8))
     assert len(view.names) == 16
     assert len(seen) <= 3
+
+
+class Block(nn.Module):
+    """Counts how often it runs. One that `branches` cannot be captured, but what is inside of it can."""
+
+    runs = 0
+
+    def __init__(self, branches: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.branches = nn.Linear(4, 12), nn.Linear(12, 4), branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            Block.runs += 1
+        x = -x if self.branches and x.sum() > 1e9 else x
+        return x + self.down(self.up(x).relu())
+
+
+class Masked(nn.Module):
+    """Asks for a value between its first layer and its blocks."""
+
+    def __init__(self, branches: bool = False) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Block(branches) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x * 0 if x.isnan().any() else x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_of_equal_blocks_one_runs_to_find_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Masked().double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
+    monkeypatch.setattr(Block, "runs", 0)
+    view, _ = captured_parts(model, (x,))
+    assert Block.runs == 1
+    assert view.names == ["first", *(f"blocks.{i}" for i in range(5))]
+    assert not any("forward" in vars(module) for module in model.modules())
+    real = parts(model, (x,))  # what each part is really called with
+    assert real.names == view.names
+    assert torch.equal(real.example[-1][0][0], _before_last(model, x))
+
+
+def _before_last(model: Masked, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks[:-1]:
+        x = block(x)
+    return x
+
+
+def test_where_equal_blocks_cannot_be_captured_all_of_them_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Masked(branches=True).double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
+    view, _ = captured_parts(model, (x,))
+    assert view.names == ["first", *(f"blocks.{i}.{name}" for i in range(5) for name in ("up", "down"))]

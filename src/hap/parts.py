@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.errors import HapError
+from hap.repeats import same_modules
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -52,12 +53,27 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
     Prune the view, and the model is pruned: `view = parts(detector, ([image],)); hap.prune_(view, view.example, ...)`.
     """
-    return captured_parts(model, example)[0]
+    return _captured(model, *_calls(model, example))[0]
 
 
 def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
-    """The same, with what torch.export captures of the view: that takes as long as all the rest."""
-    return _captured(model, *_calls(model, example))
+    """The same, with what torch.export captures of the view: that takes as long as all the rest.
+
+    Of equal blocks one runs, if that will do, and the others are called with what it returned.
+    """
+    return _captured_in_short(model, example) or _captured(model, *_calls(model, example))
+
+
+def _captured_in_short(model: nn.Module, example: Any) -> tuple[Parts, Captured] | None:
+    """The same, if equal blocks can pass on what they are given and nothing chooses by what then comes of it."""
+    passing = Passing(model)
+    if not passing.like:
+        return None
+    try:
+        calls, choosing = _calls(model, example, passing)
+    except HapError:  # it may well run with values that come from its blocks
+        return None
+    return None if choosing else _at_once(model, _able(model, calls, choosing), calls, passing)
 
 
 def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
@@ -79,6 +95,17 @@ def _captured(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]
     for the modules inside of them; where none was, or that leads nowhere soon, each is tried by itself.
     """
     able = _able(model, calls, choosing)
+    if (found := _at_once(model, able, calls)) is not None:
+        return found
+    view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
+    return view, capture(view, view.example)
+
+
+def _at_once(
+    model: nn.Module, able: dict[str, nn.Module], calls: dict[str, list[Call]], passing: Passing | None = None
+) -> tuple[Parts, Captured] | None:
+    """All captured in a few attempts; what fails is taken out of `able`. None: that leads nowhere, or to modules inside
+    of blocks that did not run."""
     for _ in range(MOST_BLAMED):
         view = _view(model, calls, _outermost(able))
         try:
@@ -86,11 +113,11 @@ def _captured(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]
         except Exception as error:  # whatever it is, it need not be in all of them
             running = {id(module) for module in running_modules(error)}
         blamed = {name for name, module in able.items() if id(module) in running}
-        able = {name: module for name, module in able.items() if name not in blamed}
-        if not blamed:
-            break
-    view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
-    return view, capture(view, view.example)
+        if not blamed or (passing is not None and passing.concerns(blamed)):
+            return None
+        for name in blamed:
+            del able[name]
+    return None
 
 
 def _able(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]) -> dict[str, nn.Module]:
@@ -186,13 +213,73 @@ def _by_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _calls(model: nn.Module, example: Any) -> tuple[dict[str, list[Call]], set[str]]:
+def _calls(model: nn.Module, example: Any, passing: Passing | None = None) -> tuple[dict[str, list[Call]], set[str]]:
     """What every submodule with parameters is called with when the model runs, and which of them choose by value."""
     calls: dict[str, list[Call]] = {}
     choices = _Choices()
-    with _recording(model, calls, choices):
+    with _recording(model, calls, choices), passing or nullcontext():
         check_runs(model, example)
     return calls, choices.choosing
+
+
+class Passing:
+    """Inside, blocks that are equal to one that has run pass on what they are given, if that one returned its like.
+
+    Equal blocks hold the same in all but the values of their tensors, and are called with tensors of the same forms.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = {name: module for name, module in model.named_modules() if name and _is_block(module)}
+        first: dict[Any, str] = {}
+        self.like: dict[str, str] = {}
+        for name, module in self.modules.items():
+            shape = (type(module), *((n, p.shape) for n, p in module.named_parameters()))
+            one = first.setdefault(shape, name)
+            if one != name and same_modules(module, self.modules[one]):
+                self.like[name] = one
+        self.returned: dict[tuple[str, Any], bool] = {}
+        self.passed: set[str] = set()
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for name in (*dict.fromkeys(self.like.values()), *self.like):
+            module = self.modules[name]
+            vars(module)["forward"] = self._forward(name, module.forward)
+            self.stack.callback(vars(module).pop, "forward")
+
+    def __exit__(self, *_: Any) -> None:
+        self.stack.close()
+
+    def _forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        one = self.like.get(name, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            key = (one, _forms((args, kwargs)))
+            if self.returned.get(key):
+                self.passed |= {one, name}
+                return args[0]
+            result = forward(*args, **kwargs)
+            same = bool(args) and isinstance(args[0], torch.Tensor) and _forms(args[0]) == _forms(result)
+            self.returned.setdefault(key, same)
+            return result
+
+        return run
+
+    def concerns(self, names: Iterable[str]) -> bool:
+        """Whether any of these is a block that was passed, or is inside of one."""
+        return any(f"{name}.".startswith(tuple(f"{block}." for block in self.passed)) for name in names)
+
+
+def _is_block(module: nn.Module) -> bool:
+    usual = "forward" not in vars(module) and not module._forward_hooks
+    return usual and next(module.children(), None) is not None and _has_parameters(module)
+
+
+def _forms(values: Any) -> Any:
+    """Equal for values that differ in the numbers of their tensors alone."""
+    leaves, structure = pytree.tree_flatten(values)
+    forms = [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+    return str(structure), tuple(forms)
 
 
 @contextmanager

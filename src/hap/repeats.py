@@ -126,12 +126,12 @@ def find_repeats(tracer: Tracer, groups: Groups, candidates: list[Length], shape
         found.blocks[name] = known
         found.groups.update(pair[0])
         found.lengths.update(pair[1])
-        if not _same_modules(tracer.modules[name], tracer.modules[known]):
+        if not same_modules(tracer.modules[name], tracer.modules[known]):
             found.unlike.add(name)
     return found
 
 
-def _same_modules(a: nn.Module, b: nn.Module) -> bool:
+def same_modules(a: nn.Module, b: nn.Module) -> bool:
     """Whether two modules with the same submodules agree in all that these hold, beside the values of tensors."""
     pairs = zip(a.modules(), b.modules(), strict=True)
     try:
