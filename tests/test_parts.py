@@ -330,3 +330,16 @@ def test_where_equal_blocks_cannot_be_captured_all_of_them_run(monkeypatch: pyte
     model, x = Masked(branches=True).double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
     view, _ = captured_parts(model, (x,))
     assert view.names == ["first", *(f"blocks.{i}.{name}" for i in range(5) for name in ("up", "down"))]
+
+
+def test_parts_that_lose_nothing_are_not_run_to_check_the_others() -> None:
+    model, x = Masked().double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
+    view = parts(model, (x,))
+    ran: list[str] = []
+    for name in dict.fromkeys(view.names):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
+    plan = hap.draft(hap.trace(view, view.example), {"blocks.3.up": range(6)})
+    ran.clear()
+    hap.apply_(view, plan, view.example)
+    assert set(ran) == {"blocks.3"}
+    assert model.blocks[3].up.out_features == 6

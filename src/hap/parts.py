@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.errors import HapError
+from hap.examples import named_tensors
 from hap.repeats import same_modules
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,6 +47,17 @@ class Parts(nn.Module):
 
     def forward(self, *calls: Call) -> list[Any]:
         return [self.get_submodule(name)(*args, **kw) for name, (args, kw) in zip(self.names, calls, strict=True)]
+
+
+def touched(model: nn.Module, example: Any, tensors: Iterable[str]) -> tuple[nn.Module, Any]:
+    """The model and its example; of a view, those parts that hold any of these tensors: all others stay as they are."""
+    if not isinstance(model, Parts):
+        return model, example
+    known = named_tensors(model)
+    wanted = {id(known[name]) for name in tensors}
+    holding = {n: not wanted.isdisjoint(map(id, named_tensors(model.get_submodule(n)).values())) for n in model.names}
+    calls = [(name, call) for name, call in zip(model.names, example, strict=True) if holding[name]]
+    return (Parts(model, calls), tuple(call for _, call in calls)) if calls else (model, example)
 
 
 def parts(model: nn.Module, example: Any) -> Parts:

@@ -22,6 +22,7 @@ from hap.examples import imagine, named_tensors
 from hap.fewer_heads import FewerHeads
 from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
+from hap.parts import touched
 from hap.plans import Cut, Graft, Narrow, Plan, Widen
 from hap.telling import telling_weights
 from hap.turning import turned
@@ -367,6 +368,7 @@ def verify_plan(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
 ) -> None:
     """The check of apply_. With a classifier of zeros any two models agree: such weights get values, alike in both."""
+    model, example = touched(model, example, [cut.name for cut in plan.cuts])
     if changed := telling_weights(model):
         model = variant(model, changed)
         shorter = cut_tensors(model, plan)

@@ -20,6 +20,7 @@ from hap.cost import CostModel
 from hap.errors import HapError
 from hap.groups import Groups, Ints, Length
 from hap.missing import Calls
+from hap.parts import touched
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, without
 from hap.surgery import Listener, check_by_running, variant
@@ -87,6 +88,7 @@ class Trial:
         self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length],
         repeats: Repeats = NONE, sliced: Ints = NOTHING,
     ):  # fmt: skip
+        model, example = touched(model, example, [name for (name, _), classes in groups.axes.items() if classes.any()])
         self.example, self.groups = example, without(groups, repeats)
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
         self.repeats, self.attributes = repeats, candidates
