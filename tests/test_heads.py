@@ -319,7 +319,7 @@ def test_whole_magnitude_covers_all_slices(encoder: Any) -> None:
     rows = sum(layer[n].weight.detach().view(4, 2, 8).square().sum((1, 2)) for n in "qkv")
     columns = layer["o"].weight.detach().view(8, 4, 2).square().sum((0, 2))
     scores = hap.score(model, groups, None, None, hap.Whole(hap.Magnitude()))
-    torch.testing.assert_close(scores["layers.0.q"], (rows + columns) / 16)
+    torch.testing.assert_close(scores["layers.0.q"], (rows + columns) / 64)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def whole(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Whole(Criterion):
-    """Another criterion over all that a unit owns: of a head the query, key, value and output slices.
+    """Another criterion over all that a unit owns: of a head the query, key, value and output slices. The magnitude is
+    the mean square over all of them, however the model stores them.
 
     Only criteria that look at each weight by itself can be asked about slices along any axis.
     """
@@ -60,7 +61,8 @@ class Whole(Criterion):
             )
 
     def scores(self, problem: Problem) -> Scores:
-        return self.of.scores(whole(problem))
+        problem = whole(problem)
+        return Scores(_mean_squares(problem)) if isinstance(self.of, Magnitude) else self.of.scores(problem)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "of": self.of.to_dict()}
@@ -107,7 +109,7 @@ class JointTrace(Criterion):
         else:
             count, traces = self.draws, _drawn(problem, inner, self.draws, self.seed)
         _check_finite(traces, "a Hessian product" if self.method == "hutchinson" else "a squared gradient")
-        values = traces * torch.cat(list(_factors(problem).values()))
+        values = traces * torch.cat(list(_mean_squares(problem).values())) / 2
         sizes = [len(g) for g in problem.groups.values()]
         mean = dict(zip(problem.groups, values.mean(0).split(sizes), strict=True))
         about = {"method": self.method, "probes" if self.method == "hutchinson" else "draws": count}
@@ -134,11 +136,11 @@ def _check_finite(values: Tensor, what: str) -> None:
         raise HapError(f"{what} is not finite; check the model's weights, or score in float32")
 
 
-def _factors(problem: Problem) -> dict[str, Tensor]:
-    """||w_p||^2 / (2 |p|) for each unit, over all its slices together."""
+def _mean_squares(problem: Problem) -> dict[str, Tensor]:
+    """||w_p||^2 / |p| for each unit, over all its slices together."""
     norms = problem.assemble(partial(problem.sum_of, torch.square))
     sizes = problem.assemble(problem.sizes)
-    return {n: norms[n] / (2 * sizes[n]) for n in norms}
+    return {n: norms[n] / sizes[n].clamp_min(1) for n in norms}
 
 
 def _deflated(problem: Problem, how: JointTrace) -> Tensor:
