@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -472,7 +473,7 @@ def test_every_criterion_has_a_name_and_the_telling_tasks_come_first() -> None:
     assert all(criterion_of(name, 0, 2) for name in NAMES)
     with pytest.raises(hap.HapError) as error:
         criterion_of("?", 0, 2)
-    assert set(str(error.value).partition("expected one of ")[2].split(", ")) == set(NAMES)
+    assert set(str(error.value).partition("expected some of ")[2].split(", ")) == set(NAMES)
     assert [j.name for j in jobs(ORDER, ["hessian", "gradient"], range(2))][:5] == [
         "mrpc-hessian-seed0", "mrpc-gradient-seed0", "mrpc-hessian-seed1", "mrpc-gradient-seed1", "sst2-hessian-seed0"
     ]  # fmt: skip
@@ -553,10 +554,55 @@ def test_the_whole_way_on_a_gpu(campaign: Path, tmp_path: Path) -> None:
     (["--task", "cola"], "--task is 'cola'"),
     (["--task", "mrpc"], "needs --model and --data"),
     (["--task", "mrpc", "--model", "m", "--data", "d", "--heads", "half"], "--heads is 'half'"),
+    (["--status", "--heads", "0.5,1.5"], "--heads is '0.5,1.5'; expected shares that are LEFT, between 0 and 1"),
+    (["--status", "--criteria", "hessian,"], "--criteria names ''; expected some of hessian"),
 ])  # fmt: skip
 def test_says_what_is_missing(options: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["glue", *options])
     assert result.exit_code == 2 and message in result.output
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--lr", "nan"], "lr is nan; expected a learning rate above 0"),
+    (["--heads", "0.75,0.1"], "--heads has 0.1: one of 8 heads stays in each of 2 layers, so at least 0.250 is left"),
+    (["--model", "."], "--model is '.', which is no folder nor name that loads: "),
+])  # fmt: skip
+def test_says_what_is_wrong_before_anything_is_trained(
+    campaign: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    refused = _glue(campaign, "--out", tmp_path / "results", "--work", tmp_path / "work", *options)
+    assert refused.exit_code == 2 and message in refused.output
+    assert "fine-tuning" not in refused.output
+
+
+@pytest.mark.parametrize("other", ["weights", "data"])
+def test_results_of_another_model_or_other_data_are_not_taken_for_its_own(
+    campaign: Path, tmp_path: Path, other: str
+) -> None:
+    """A folder of the same name may hold other weights, and other texts."""
+    for name in ("model", "data", "results", "work"):
+        shutil.copytree(campaign / name, tmp_path / name)
+    if other == "weights":
+        network = library().MPNetForSequenceClassification.from_pretrained(tmp_path / "model")
+        with torch.no_grad():
+            network.classifier.dense.bias.fill_(1)
+        network.save_pretrained(tmp_path / "model")
+    else:
+        _sentences(tmp_path / "data" / "sst2" / "dev.tsv", 40, 2)
+    for criteria, file in (("hessian", "hessian-seed0.json"), ("random", "dense-seed0.safetensors")):
+        refused = _glue(tmp_path, "--criteria", criteria)
+        assert refused.exit_code == 2 and f"{file} was made with {other}" in " ".join(refused.output.split())
+
+
+def test_weights_that_are_broken_are_not_blamed_on_the_learning_rate(campaign: Path, tmp_path: Path) -> None:
+    shutil.copytree(campaign / "model", tmp_path / "model")
+    (tmp_path / "data").symlink_to(campaign / "data")
+    network = library().MPNetForSequenceClassification.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        network.classifier.dense.bias.fill_(torch.nan)
+    network.save_pretrained(tmp_path / "model")
+    refused = _glue(tmp_path)
+    assert refused.exit_code == 2 and "classifier.dense.bias is not finite before fine-tuning" in refused.output
 
 
 def _median_ratio(row: dict[str, Any]) -> float:

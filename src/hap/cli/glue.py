@@ -78,7 +78,7 @@ def glue(
         write_atomic(render, lambda path: _write(path, page))
         wrote(render)
         return
-    chosen = jobs(_tasks(task), criteria.split(","), range(seeds))
+    chosen, shares = jobs(_tasks(task), criteria.split(","), range(seeds)), _shares(heads)
     folders = Folders(results, work)
     if state:
         found = status(chosen, folders)
@@ -99,7 +99,7 @@ def glue(
         DEFAULTS,
         dense=replace(DEFAULTS.dense, epochs=epochs, most_steps=most_steps, lr=lr, batch=batch),
         after=replace(DEFAULTS.after, epochs=more_epochs, most_steps=most_steps, lr=lr, batch=batch),
-        budgets=_shares(heads), calibration=calibration, score_batch=score_batch, probes=probes, together=together,
+        budgets=shares, calibration=calibration, score_batch=score_batch, probes=probes, together=together,
         graphs=graphs,
     )  # fmt: skip
     campaign = Campaign(model, data, folders, settings, where, note, revision, lambda text: typer.echo(text, err=True))
@@ -124,9 +124,12 @@ def _tasks(text: str) -> list[str]:
 
 def _shares(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise HapError(f"--heads is {text!r}; expected shares that are LEFT with commas, such as 0.8,0.5") from error
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise HapError(f"--heads is {text!r}; expected shares that are LEFT, between 0 and 1, such as 0.8,0.5")
+    return shares
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ and kept, prunes it to each share of the heads, trains these networks side by si
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ from hap.files import write_json
 from hap.groups import Groups
 from hap.provenance import provenance
 from hap.scoring import Criterion
+from hap.zoo import digest
 
 Say = Callable[[str], None]
 KIND, FORMAT = "hap-glue", 1
@@ -45,7 +47,7 @@ DIRECTIONS = 16
 """Of the Hessian, taken out of its noise by "hessian-deflated"."""
 
 
-def criterion_of(name: str, seed: int, probes: int) -> Criterion:
+def criterion_of(name: str, seed: int = 0, probes: int = 2) -> Criterion:
     made: dict[str, Criterion] = {
         "hessian": hap.JointTrace("hutchinson", probes=probes, seed=seed),
         "hessian-deflated": hap.JointTrace("hutchinson", probes=probes, seed=seed, deflate=DIRECTIONS),
@@ -57,7 +59,7 @@ def criterion_of(name: str, seed: int, probes: int) -> Criterion:
         "random": hap.Random(seed),
     }
     if name not in made:
-        raise HapError(f"criterion is {name!r}; expected one of {', '.join(made)}")
+        raise HapError(f"--criteria names {name!r}; expected some of {', '.join(made)}")
     return made[name]
 
 
@@ -123,8 +125,10 @@ class Folders:
         return self.work / f"{job.name}.part.json"
 
 
-def jobs(tasks: Iterable[str], criteria: Iterable[str], seeds: Iterable[int]) -> list[Job]:
+def jobs(tasks: Iterable[str], criteria: Sequence[str], seeds: Iterable[int]) -> list[Job]:
     """Task by task; all criteria of a seed before the next seed, so that what is there can be compared."""
+    for name in criteria:
+        criterion_of(name)
     return [Job(t, c, s) for t in tasks for s in seeds for c in criteria]
 
 
@@ -136,10 +140,16 @@ class Campaign:
         self.source, self.data, self.folders, self.settings = str(model), data, folders, settings
         self.device, self.note, self.revision, self.say = device, note, revision, say
         self.library = load_transformers()
-        self.tokenizer = self.library.AutoTokenizer.from_pretrained(self.source)
+        try:
+            self.tokenizer = self.library.AutoTokenizer.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise HapError(f"--model is {self.source!r}, which is no folder nor name that loads: {reason}") from error
+        self.weights = _weights_of(self.source, self.library)
         self._groups: Groups | None = None
         self._narrowable: Groups | None = None
-        self._corpora: dict[str, tuple[Corpus, Encoded, Encoded]] = {}
+        self._texts: dict[str, Corpus] = {}
+        self._encoded: dict[str, tuple[Encoded, Encoded]] = {}
         self._last: tuple[Path, nn.Module, dict[str, Any]] | None = None
 
     def work_off(self, chosen: Sequence[Job], seconds: float | None = None) -> None:
@@ -148,6 +158,7 @@ class Campaign:
         A job that fails does not keep the others from being done, unless it is the first: HapError names at the end
         those that did.
         """
+        self._check_budgets()
         begun, longest, failed, done = time.monotonic(), 0.0, [], 0
         for job in [j for j in chosen if not self._is_done(j)]:
             started = time.monotonic()
@@ -167,6 +178,15 @@ class Campaign:
         if failed:
             raise HapError(f"{len(failed)} of the runs failed: {', '.join(failed)}; see above why")
 
+    def _check_budgets(self) -> None:
+        """Before anything is trained: a head stays in each layer."""
+        least = len(self.groups()) / self.groups().units
+        if below := [b for b in self.settings.budgets if b < least]:
+            raise HapError(
+                f"--heads has {below[0]}: one of {self.groups().units} heads stays in each of {len(self.groups())} "
+                f"layers, so at least {least:.3f} is left"
+            )
+
     def _is_done(self, job: Job) -> bool:
         """Whether there is a result; HapError if other settings made it."""
         path = self.folders.result(job)
@@ -179,7 +199,11 @@ class Campaign:
         return True
 
     def _settings(self, job: Job) -> dict[str, Any]:
-        return {"model": Path(self.source).name} | self.settings.of(job)
+        return self._origin(job) | self.settings.of(job)
+
+    def _origin(self, job: Job) -> dict[str, Any]:
+        """What every figure of a job comes from: the model, its weights and the task's texts."""
+        return {"model": Path(self.source).name, "weights": self.weights, "data": _digest_of(self._corpus(job.task))}
 
     def run(self, job: Job) -> None:
         begun = time.monotonic()
@@ -188,7 +212,7 @@ class Campaign:
         if (sure := scoring["signal"]) is not None:
             self.say(f"{job.name}: {sure:.0%} of how scores differ is not noise of the probes")
         parts = self._parts(job, dense, scores)
-        corpus, train, dev = self._corpus(job.task)
+        corpus, (train, dev) = self._corpus(job.task), self._examples(job.task)
         result = {
             "kind": KIND, "format": FORMAT, "name": job.name, "task": corpus.name, "metrics": corpus.task.metrics,
             "criterion": job.criterion, "seed": job.seed, "settings": self._settings(job),
@@ -219,12 +243,12 @@ class Campaign:
         return self._last[1:]
 
     def _dense_settings(self, job: Job) -> dict[str, Any]:
-        return {"model": Path(self.source).name, "tuning": self.settings.tuning("dense", job).to_dict()}
+        return self._origin(job) | {"tuning": self.settings.tuning("dense", job).to_dict()}
 
     def train_dense(self, job: Job) -> tuple[nn.Module, dict[str, Any]]:
         """A network fine-tuned on the task with this seed, and what that took."""
         self.say(f"{job.task}, seed {job.seed}: fine-tuning the dense network")
-        _, train, dev = self._corpus(job.task)
+        train, dev = self._examples(job.task)
         torch.manual_seed(job.seed)
         network = self.library.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2)
         model = network.float().to(self.device)
@@ -270,7 +294,7 @@ class Campaign:
 
         With `warm_up` a short run comes first, for kernels are loaded when they first run, which is not to be timed.
         """
-        _, train, _ = self._corpus(job.task)
+        train, _ = self._examples(job.task)
         batches = list(train.head(self.settings.calibration, job.seed).batches(size))
         groups, criterion = self.groups(), self._criterion(job)
         with fast_products(self.device):
@@ -299,7 +323,7 @@ class Campaign:
         return sorted((d for d in done if d["heads"] in self.settings.budgets), key=lambda d: -d["heads"])
 
     def _prune_and_tune(self, job: Job, dense: nn.Module, scores: hap.Scores, budgets: Sequence[float]) -> list[Any]:
-        _, train, dev = self._corpus(job.task)
+        train, dev = self._examples(job.task)
         plans = [self._plan(job, scores, b) for b in budgets]
         models = [hap.apply_(copy.deepcopy(dense), plan, self._example(self.device)) for plan in plans]
         at_once = [self._measure(model, dev, job) for model in models]
@@ -325,18 +349,24 @@ class Campaign:
 
     # ---- data and facts -------------------------------------------------------------------------------------
 
-    def _corpus(self, task: str) -> tuple[Corpus, Encoded, Encoded]:
-        if task not in self._corpora:
-            corpus = read_task(self.data, task)
+    def _corpus(self, task: str) -> Corpus:
+        if task not in self._texts:
+            self._texts[task] = read_task(self.data, task)
+        return self._texts[task]
+
+    def _examples(self, task: str) -> tuple[Encoded, Encoded]:
+        """To train on and to measure on, on the device."""
+        if task not in self._encoded:
+            corpus = self._corpus(task)
             train, dev = (encode(texts, self.tokenizer).to(self.device) for texts in (corpus.train, corpus.dev))
-            self._corpora[task] = corpus, train, dev
-        return self._corpora[task]
+            self._encoded[task] = train, dev
+        return self._encoded[task]
 
     def training_set(self, task: str) -> Encoded:
-        return self._corpus(task)[1]
+        return self._examples(task)[0]
 
     def _measure(self, model: nn.Module, dev: Encoded, job: Job) -> dict[str, float]:
-        return metrics_of(*predict(model, dev), self._corpus(job.task)[0].task)
+        return metrics_of(*predict(model, dev), self._corpus(job.task).task)
 
     def model_facts(self) -> dict[str, Any]:
         config = self.library.AutoConfig.from_pretrained(self.source)
@@ -358,6 +388,22 @@ def signal_of(scores: hap.Scores) -> float | None:
         return None
     values, errors = (torch.cat(list(found.values())) for found in (scores, scores.errors))
     return max(0.0, 1.0 - float(errors.square().mean() / values.var()))
+
+
+def _weights_of(source: str, library: Any) -> str:
+    """What tells the weights of a model from those of another of its name."""
+    if not Path(source).is_dir():
+        return str(library.AutoConfig.from_pretrained(source)._commit_hash)
+    files = sorted(p for p in Path(source).iterdir() if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
+    return _short("".join(map(digest, files)))
+
+
+def _digest_of(corpus: Corpus) -> str:
+    return _short(repr((corpus.train, corpus.dev)))
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_transformers() -> Any:

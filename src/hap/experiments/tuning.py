@@ -41,6 +41,8 @@ class Tuning:
             raise HapError(
                 f"epochs={self.epochs}, batch={self.batch}, most_steps={self.most_steps}; expected 1 or more"
             )
+        if not 0 < self.lr < math.inf:
+            raise HapError(f"lr is {self.lr}; expected a learning rate above 0")
 
     def steps(self, examples: int) -> int:
         if examples < self.batch:
@@ -135,6 +137,8 @@ class _Run:
 
     def __init__(self, model: nn.Module, tuning: Tuning, device: torch.device):
         self.model, self.device = model, device
+        if broken := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+            raise HapError(f"{broken[0]} is not finite before fine-tuning; expected finite weights to start from")
         matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
         cuda = device.type == "cuda"
