@@ -58,9 +58,10 @@ SMALL_MODEL = 100
 LARGE_MODEL = 20_000
 """Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
 HEAVY_MODEL = 60_000_000
-"""So are those whose layers write more values than this, and have more than SMALL_MODEL units."""
-FEW = 3
-"""How many units are left of small groups in heavy models, such as heads that look at each of 4096 places."""
+"""So are those whose layers write more values than this, if they have more than so many units:"""
+HEAVY_UNITS = 1_000
+FEW = (2, 4)
+"""How many units are left at first of small groups in them, such as heads that look at each of 4096 places."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Trial:
     def _heavy(self) -> bool:
         everything = self.groups.all_kept()
         written = self.cost(everything, np.zeros_like(everything)).activations
-        return written > HEAVY_MODEL and self.groups.units > SMALL_MODEL
+        return written > HEAVY_MODEL and self.groups.units > HEAVY_UNITS
 
     def _prepared(self, model: nn.Module) -> nn.Module:
         """The model that is tried: without the blocks that repeat others, and with watched attributes.
@@ -490,10 +491,9 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
             first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
             if name in sliced:
                 first, order = 0, sorted(order)
+            elif heavy and 0 < len(order) < SMALL:
+                first = min(max(len(group) - int(draw.integers(*FEW, endpoint=True)), 0), len(order) - 1)
             then = int(draw.integers(first, len(order)) + 1) if order else 0
-            if heavy and 0 < len(order) < SMALL and name not in sliced:
-                first = min(max(len(group) - FEW, 0), len(order) - 1)
-                then = first + 1
             fewer[name], more[name] = order[:first], order[:then]
         pairs.append((fewer, more))
     return pairs
