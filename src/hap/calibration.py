@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.examples import call_arguments, evaluating
+from hap.examples import call_arguments, evaluating, plain
 
 RIDGE = 1e-6
 
@@ -29,7 +29,7 @@ def pairs(batches: Iterable[Any] | None, device: torch.device) -> Iterator[tuple
         count += 1
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        x, y = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, list(batch))
+        x, y = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, [plain(batch[0]), batch[1]])
         yield x, y
     if not count:
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.examples import run
+from hap.examples import plain, run
 from hap.zeros import NoEmptyHeads
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -78,4 +78,8 @@ def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 
 def example_in_float64(example: Any) -> Any:
     """The example with its real numbers in float64."""
-    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+
+    def widened(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return pytree.tree_map(widened, plain(example))

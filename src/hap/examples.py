@@ -24,10 +24,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def plain(example: Any) -> Any:
+    """The example with a dict in place of any other mapping, such as a tokenizer's: torch looks into dicts alone."""
+    return dict(example) if isinstance(example, Mapping) else example
+
+
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments: a tensor is one argument, a tuple several, a dict keywords."""
-    if isinstance(example, dict):
-        return (), example
+    """An example as positional and keyword arguments: a tensor is one argument, a tuple several, a mapping keywords."""
+    if isinstance(example, Mapping):
+        return (), plain(example)
     if isinstance(example, tuple | list):
         return tuple(example), {}
     if isinstance(example, Tensor):
@@ -75,7 +80,7 @@ def describe(example: Any) -> Any:
             "dtype": str(example.dtype).removeprefix("torch."),
             "below": below,
         }
-    if isinstance(example, dict):
+    if isinstance(example, Mapping):
         return {"dict": {key: describe(value) for key, value in example.items()}}
     if isinstance(example, tuple | list):
         return {"tuple": [describe(value) for value in example]}

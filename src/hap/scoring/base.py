@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -28,6 +29,11 @@ Batch = tuple[Any, Any]
 
 PIECE = 1 << 18
 """How many weights are copied to float64 at a time: as many as a processor's cache holds."""
+
+BATCH_FIRST = (
+    "This criterion looks at each sample by itself and expects batch first, (samples, tokens, ...): wrap a model that "
+    "has tokens first, or use a criterion that takes a batch as a whole, such as Taylor."
+)
 
 
 class Scores(dict[str, Tensor]):
@@ -83,20 +89,23 @@ class Problem:
                 'HessianTrace(method="exact"), "sampled" or "gauss-newton", or score before sharding'
             )
         args, kwargs = call_arguments(batch[0])
-        try:
+        with told("the model or the loss fails on a calibration batch"):
             output = call_with(self.model, weights, args, kwargs)
             _check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if isinstance(error, HapError | torch.OutOfMemoryError):
-                raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise HapError(f"the model or the loss fails on a calibration batch: {reason}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise HapError(f"the loss returns {_seen(loss)}; expected a tensor with one value, the mean over the batch")
         if not torch.isfinite(loss):
             raise HapError(f"the loss is {loss.item()} on a calibration batch; check the model's weights and the data")
         return output, loss
+
+    def last_alone(self, batch: Batch) -> Any:
+        """The model's output on the last sample of a batch by itself, without a graph."""
+        count = samples(batch)
+        alone = pytree.tree_map(lambda t: t[-1:] if is_per_sample(t, count) else t, batch[0])
+        args, kwargs = call_arguments(alone)
+        with told("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"), torch.no_grad():
+            return call_with(self.model, {}, args, kwargs)
 
     def shares(self) -> list[float]:
         """Each batch's share of the samples of all processes: the weight of its mean loss in the whole."""
@@ -151,6 +160,45 @@ def samples(batch: Batch) -> int:
     """How many samples a batch holds: the length of its first tensor."""
     first = next((t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), None)
     return len(first) if first is not None else 1
+
+
+@contextmanager
+def told(what: str, advice: str = "") -> Iterator[None]:
+    """What a user's code raises inside, as a HapError with its reason."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, HapError | torch.OutOfMemoryError):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(f"{what}: {reason}{advice}") from error
+
+
+def is_per_sample(value: Any, count: int) -> bool:
+    """Whether this has one index for each of so many samples on its first axis."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+
+
+def check_targets(batch: Batch) -> None:
+    """Criteria that tell samples apart take the first axis of all inputs for that of the samples."""
+    count, target = samples(batch), batch[1]
+    if isinstance(target, Tensor) and target.ndim and len(target) != count:
+        raise HapError(
+            f"the first axis of a batch's inputs has length {count}, that of its target {len(target)}. {BATCH_FIRST}"
+        )
+
+
+def check_alone(whole: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose first axis is not that of the samples: with as many tokens as samples, sizes do not tell.
+
+    `whole` holds what was seen of a batch, `alone` the same of its last sample by itself. A first token would not do:
+    in a causal model it is the same alone.
+    """
+    for what, rows in whole.items():
+        row, seen = rows[-1:].detach().double(), alone.get(what)
+        slack = 0.25 if rows.dtype in (torch.float16, torch.bfloat16) else 0.1
+        if seen is None or seen.shape != row.shape or (seen - row).norm() > slack * row.norm():
+            raise HapError(f"{what} is not the same for the last sample alone and in its batch. {BATCH_FIRST}")
 
 
 @dataclass(frozen=True)

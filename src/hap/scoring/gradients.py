@@ -11,7 +11,18 @@ from torch.utils import _pytree as pytree
 
 from hap import distributed
 from hap.examples import call_arguments, call_with
-from hap.scoring.base import Batch, Criterion, Problem, Scores, samples
+from hap.scoring.base import (
+    BATCH_FIRST,
+    Batch,
+    Criterion,
+    Problem,
+    Scores,
+    check_alone,
+    check_targets,
+    is_per_sample,
+    samples,
+    told,
+)
 from hap.scoring.hessian import quadratics
 from hap.scoring.memory import Pieces
 
@@ -49,10 +60,14 @@ class DiagonalFisher(Criterion):
         squares = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
             count = samples(batch)
-            problem.evaluate({}, batch)  # for its checks
+            check_targets(batch)
+            with torch.no_grad():
+                output, _ = problem.evaluate({}, batch)
+            if batch is problem.batches[0]:
+                check_alone(_by_sample(output, count), _by_sample(problem.last_alone(batch), 1))
 
-            def work(part: slice, batch: Batch = batch) -> dict[str, Tensor]:
-                gradients = self._per_sample(problem, pytree.tree_map(lambda t: t[part], batch))
+            def work(part: slice, batch: Batch = batch, count: int = count) -> dict[str, Tensor]:
+                gradients = self._per_sample(problem, batch, count, part)
                 return {n: g.double().square().sum(0) for n, g in gradients.items()}
 
             for _, sums in Pieces(self.chunk).of(count, work):
@@ -66,17 +81,28 @@ class DiagonalFisher(Criterion):
         )
 
     @staticmethod
-    def _per_sample(problem: Problem, batch: Any) -> dict[str, Tensor]:
+    def _per_sample(problem: Problem, batch: Batch, count: int, part: slice) -> dict[str, Tensor]:
+        """The gradients of some samples of a batch, each by itself."""
         assert problem.loss is not None
         loss = problem.loss
+        leaves, form = pytree.tree_flatten(batch)
+        own = {i: t[part] for i, t in enumerate(leaves) if is_per_sample(t, count)}
 
-        def one(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
-            x, y = pytree.tree_map(lambda t: t[None], (x, y))
+        def one(weights: dict[str, Tensor], sample: dict[int, Tensor]) -> Tensor:
+            alone = [sample[i][None] if i in own else leaf for i, leaf in enumerate(leaves)]
+            x, y = pytree.tree_unflatten(alone, form)
             args, kwargs = call_arguments(x)
-            output = call_with(problem.model, weights, args, kwargs)
-            return loss(output, y)
+            return loss(call_with(problem.model, weights, args, kwargs), y)
 
-        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(problem.weights, *batch)
+        with told("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
+            gradients: dict[str, Tensor] = torch.func.vmap(torch.func.grad(one), (None, 0))(problem.weights, own)
+            return gradients
+
+
+def _by_sample(output: Any, count: int) -> dict[str, Tensor]:
+    """What a model returns for each of so many samples, by place."""
+    leaves = enumerate(pytree.tree_leaves(output))
+    return {f"output {i}": t for i, t in leaves if is_per_sample(t, count) and t.is_floating_point()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Examples and batches: any mapping will do for a dict, such as the one that a tokenizer returns."""
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+from hap import distributed
+from hap.comparing import example_in_float64
+from hap.examples import call_arguments, describe
+from huggingface import library, small
+
+
+class Reader(nn.Module):
+    """Two inputs by name, and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, mask: Tensor, twice: bool = False) -> Tensor:
+        y = self.second(self.first(x).relu()) * mask[:, None]
+        return 2 * y if twice else y
+
+
+def inputs(rows: int, seed: int = 0) -> dict[str, Any]:
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    return {"x": x, "mask": torch.ones(rows), "twice": True}
+
+
+def test_any_mapping_names_arguments() -> None:
+    example = inputs(2)
+    assert call_arguments(UserDict(example)) == ((), example)
+    assert describe(UserDict(example)) == describe(example)
+    assert example_in_float64(UserDict(example))["x"].dtype == torch.float64
+    assert list(example) == ["x", "mask", "twice"] and example["x"].dtype == torch.float32
+
+
+def pruned_with(kind: Any, folder: Path) -> Any:
+    """What a model's scores, plan and outputs are with examples and batches of a kind of mapping."""
+    torch.manual_seed(0)
+    model, example = Reader().eval(), kind(inputs(2))
+    batches = [(kind(inputs(8, seed)), torch.arange(8) % 3) for seed in range(2)]
+    groups = hap.trace(model, example)
+    criteria = (hap.Taylor(), hap.DiagonalFisher(), hap.HessianTrace(), hap.HessianTrace("hutchinson", probes=4))
+    scores = [hap.score(model, groups, batches, F.cross_entropy, c)["first"].tolist() for c in criteria]
+    plan = hap.prune_(model, example, batches, F.cross_entropy, params=0.6, compensate=True)
+    assert hap.cost(model, example).params == plan.after.params
+    assert hap.latency(model, example, runs=2, warmup=0).runs == 2
+    program = torch.export.load(hap.export(folder / "a.pt2", model, example)).module()
+    return scores, plan.to_dict(), program(**inputs(5)).tolist()
+
+
+def test_the_whole_way_with_another_mapping(tmp_path: Path) -> None:
+    assert pruned_with(UserDict, tmp_path) == pruned_with(dict, tmp_path)
+
+
+def test_every_process_takes_its_samples_out_of_another_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "processes", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    ((x, target),) = distributed.shard([(UserDict(inputs(6)), torch.arange(6))])
+    assert torch.equal(x["x"], inputs(6)["x"][1::2]) and target.tolist() == [1, 3, 5] and x["twice"] is True
+
+
+def test_what_a_tokenizer_returns() -> None:
+    transformers = library()
+    model, example = small("bert")
+    encoded = transformers.BatchEncoding(example)
+    groups = hap.trace(model, encoded)
+    assert len(hap.heads(groups)) == 2
+    heads = hap.only(groups, hap.heads(groups))
+    batches = [(encoded, torch.tensor([0, 1, 1]))]
+    scores = hap.score(model, heads, batches, lambda out, y: F.cross_entropy(out.logits, y), hap.JointTrace(probes=2))
+    plan = hap.plan(heads, scores, hap.Budget(channels=0.5))
+    hap.apply_(model, plan, encoded)
+    assert model(**encoded).logits.shape == (3, 2)
