@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import hap
 from cases import CASES
 from checks import assert_unchanged, check_cost, gap, random_plan, run, snapshot, traced
 from hap import exporting
+from huggingface import library, small
 
 
 def onnx_outputs(path: Path, example: torch.Tensor) -> list[torch.Tensor]:
@@ -141,6 +143,96 @@ def test_any_batch_size(traced_with: int, tmp_path: Path) -> None:
         wanted = run(pruned, example[:batch])
         assert gap(wanted, onnx_outputs(onnx, example[:batch])) <= 1e-5
         assert gap(wanted, [program(example[:batch])]) <= 1e-5
+
+
+class Reader(nn.Module):
+    """Tokens with a mask through one attention layer with a place for each token, and the mean over all of them."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how, self.heads = how, 4
+        self.tokens, self.places = nn.Embedding(20, 16), nn.Embedding(40, 16)
+        self.qkv, self.out, self.by_place = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(6, 6)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None].bool())
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        if self.how == "fixed":
+            x = self.by_place(x.mT).mT
+        if self.how == "written out" and torch.compiler.is_compiling():
+            return x.sum(1) / 6
+        if self.how == "picky" and not torch.compiler.is_compiling() and ids.shape[1] != 6:
+            raise RuntimeError("six tokens, please")
+        return x.mean(1)
+
+
+def text(rows: int, length: int) -> dict[str, torch.Tensor]:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, -1] = 0
+    return {"ids": torch.randint(0, 20, (rows, length)), "mask": mask}
+
+
+def onnx_of_many(path: Path, example: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {name: tensor.numpy() for name, tensor in example.items()})
+    return [torch.from_numpy(o) for o in outputs]
+
+
+@pytest.mark.parametrize("dynamic_batch", [True, False])
+def test_any_number_of_tokens(dynamic_batch: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = Reader().eval(), text(2, 6)
+    groups = hap.trace(model, example)
+    hap.apply_(model, hap.draft(groups, {"qkv": [0, 3]}), example)
+    options: Any = {"dynamic_batch": dynamic_batch, "dynamic_axes": (1,)}
+    onnx = hap.export(tmp_path / "a.onnx", model, UserDict(example), **options)
+    program = torch.export.load(hap.export(tmp_path / "a.pt2", model, example, **options)).module()
+    for rows, length in ((2, 17), (2, 2), (5, 9)) if dynamic_batch else ((2, 17), (2, 6)):
+        other = text(rows, length)
+        wanted = run(model, other)
+        assert gap(wanted, onnx_of_many(onnx, other)) <= 1e-5
+        assert gap(wanted, [program(**other)]) <= 1e-5
+
+
+def test_sides_of_an_image_may_be_open(tmp_path: Path) -> None:
+    model = hap.models.build("digits_resnet").eval()
+    path = hap.export(tmp_path / "a.pt2", model, torch.randn(1, 1, 8, 8), dynamic_axes=[2, 3])
+    other = torch.randn(3, 1, 13, 10)
+    assert gap(run(model, other), [torch.export.load(path).module()(other)]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("how", "length", "axes", "words"),
+    [
+        ("fixed", 6, (1,), "Reader runs with one length of axis 1 only, that of the example; leave it out of dynamic_"),
+        ("picky", 6, (1,), r"Reader runs with no other lengths of axes \(1,\)"),
+        ("written out", 6, (1,), r"compute the same where axes \(1,\) have lengths \(5,\): the value of output 0 is"),
+        ("", 1, (1,), "axis 1 cannot have any length: torch.export takes a length of 1 for fixed; give an example"),
+        ("", 6, (2,), "axis 2 cannot have any length: no tensor of the example has it"),
+        ("", 6, (0,), r"dynamic_axes is \(0,\); expected axes behind the first.*see dynamic_batch"),
+        ("", 6, 1, "dynamic_axes is 1; expected axes"),
+        ("", 6, ("ids",), "expected axes behind the first"),
+    ],
+)  # fmt: skip
+def test_axes_that_cannot_be_open(how: str, length: int, axes: Any, words: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(hap.HapError, match=words):
+        hap.export(tmp_path / "a.pt2", Reader(how).eval(), text(2, length), dynamic_axes=axes)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_bert_without_half_of_its_heads_reads_texts_of_any_length(tmp_path: Path) -> None:
+    transformers = library()
+    model, example = small("bert")
+    hap.prune_blocks_(model, example, None, None, heads=0.5, criterion=hap.Random())
+    path = hap.export(tmp_path / "a.onnx", model, transformers.BatchEncoding(example), dynamic_axes=(1,))
+    ids = torch.randint(3, 60, (5, 17))
+    other = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert gap(run(model, other), onnx_of_many(path, other)) <= 1e-5
 
 
 class Windows(nn.Module):

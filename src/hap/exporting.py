@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hap.comparing import difference, outputs
 from hap.errors import HapError
-from hap.examples import call_arguments, evaluating
+from hap.examples import call_arguments, evaluating, plain
 from hap.files import write_atomic
 from hap.folding import fold_batchnorms
 
@@ -27,19 +28,27 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch
 """How far outputs may be off where BatchNorms are folded, relative to the largest."""
 
 
-def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True) -> Path:
+def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True,
+           dynamic_axes: Sequence[int] = ()) -> Path:  # fmt: skip
     """Write the model in eval mode to `path`, as its ending says: .onnx or .pt2; returns the path.
 
     BatchNorms are folded into what is before them. Shapes are those of the example, but for the first axis of its
-    tensors, the batch: that may have any length, unless `dynamic_batch` is False. A warning says if what was captured
-    does not compute on the example what the model does: code may go another way while it is captured.
+    tensors, the batch: that may have any length, unless `dynamic_batch` is False. So may `dynamic_axes`, such as (1,)
+    for the tokens of a text or (2, 3) for the sides of an image, wherever a tensor is as long there as the first that
+    has such an axis. What was captured is run on an example of other lengths too, and refused if it differs there.
+    A warning says if it does not compute on the example what the model does: code may go another way while it is
+    captured.
     """
     path = Path(path)
     _writer(path)
-    program = capture(model, example, dynamic_batch=dynamic_batch)
-    if problem := _other_outputs(model, program, _at_least_two(example) if dynamic_batch else example):
+    axes = _dynamic(example, dynamic_batch, dynamic_axes)
+    example = _at_least_two(example) if dynamic_batch else example
+    program = capture(model, example, axes)
+    if problem := _other_outputs(model, program, example):
         what = f"what torch.export captured of {type(model).__name__}"
         warnings.warn(f"{what} was not seen to compute the same: {problem}", stacklevel=2)
+    elif dynamic_axes:
+        _check_other_lengths(model, program, example, tuple(dynamic_axes))
     return write(path, program)
 
 
@@ -56,17 +65,22 @@ def _writer(path: Path) -> Callable[[Path, ExportedProgram], None]:
     return writers[path.suffix]
 
 
-def capture(model: nn.Module, example: Any, *, dynamic_batch: bool = False) -> ExportedProgram:
-    """The torch.export program of the model in eval mode, BatchNorms folded."""
-    args, kwargs = call_arguments(_at_least_two(example) if dynamic_batch else example)
-    shapes: Any = _free_batch((args, kwargs)) if dynamic_batch else None
+def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> ExportedProgram:
+    """The torch.export program of the model in eval mode, BatchNorms folded. These axes may have any length."""
+    args, kwargs = call_arguments(pytree.tree_map(_own, plain(example)) if axes else example)
+    shapes: Any = _free((args, kwargs), axes) if axes else None
     with evaluating(model), torch.no_grad():
         try:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            raise HapError(_refusal(model, error, dynamic_batch)) from error
+            raise HapError(_refusal(model, error, axes)) from error
         folded = fold_batchnorms(program.module(check_guards=False))
         return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _own(x: Any) -> Any:
+    """A tensor that is not the caller's, since torch.export marks those that it is given."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _other_outputs(model: nn.Module, program: ExportedProgram, example: Any) -> str | None:
@@ -77,46 +91,103 @@ def _other_outputs(model: nn.Module, program: ExportedProgram, example: Any) -> 
     return difference(outputs(model, example), seen, tolerance=ROUNDING)
 
 
-def _refusal(model: nn.Module, error: Exception, dynamic_batch: bool) -> str:
-    name, why = type(model).__name__, str(error).strip()
+def _refusal(model: nn.Module, error: Exception, axes: Sequence[int]) -> str:
+    name, why = type(model).__name__, str(error).strip().splitlines()[0]
     if "Constraints violated" in why:
+        fixed = sorted({int(axis) for axis in re.findall(r"\.size\(\)\[(\d+)\]", why)})
+        if any(fixed):
+            only = f"{name} runs with one length of axis {max(fixed)} only, that of the example"
+            return f"{only}; leave it out of dynamic_axes"
         return f"{name} runs with one batch size only, that of the example; pass dynamic_batch=False"
-    hint = "; dynamic_batch=False asks less of it" if dynamic_batch else ""
-    return f"torch.export cannot capture {name}: {why.splitlines()[0]}{hint}"
+    hint = f"; {'fewer dynamic_axes ask' if any(axes) else 'dynamic_batch=False asks'} less of it" if axes else ""
+    return f"torch.export cannot capture {name}: {why}{hint}"
+
+
+# ---- axes of any length ---------------------------------------------------------------------------------------
+
+
+def _dynamic(example: Any, dynamic_batch: bool, dynamic_axes: Sequence[int]) -> tuple[int, ...]:
+    """The axes that may have any length, checked."""
+    if not isinstance(dynamic_axes, Sequence) or not all(isinstance(a, int) and a > 0 for a in dynamic_axes):
+        raise HapError(
+            f"dynamic_axes is {dynamic_axes!r}; expected axes behind the first, such as (1,) for the tokens of a text "
+            "or (2, 3) for the sides of an image. The first is the batch, see dynamic_batch."
+        )
+    for axis in dynamic_axes:
+        if (length := _length(example, axis)) is None or length < 2:
+            seen = "no tensor of the example has it" if length is None else "torch.export takes a length of 1 for fixed"
+            raise HapError(f"axis {axis} cannot have any length: {seen}; give an example that is 2 or longer there")
+    return (0,) * dynamic_batch + tuple(dynamic_axes)
+
+
+def _length(example: Any, axis: int) -> int | None:
+    """How long the first tensor is there that has such an axis."""
+    tensors = (x for x in pytree.tree_leaves(plain(example)) if isinstance(x, Tensor))
+    return next((x.shape[axis] for x in tensors if x.ndim > axis), None)
+
+
+def _has(x: Any, axis: int, length: int | None) -> bool:
+    return isinstance(x, Tensor) and x.ndim > axis and x.shape[axis] == length
 
 
 def _at_least_two(example: Any) -> Any:
-    """The example, twice over if its batch is 1: torch.export takes an axis of length 1 for one that never changes.
-
-    Tensors are not those of the caller, since torch.export marks the ones that it is given.
-    """
-    batch = _batch(example)
-
-    def grown(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return torch.cat([x, x]) if batch == 1 and _length(x) == 1 else x.detach()
-
-    return pytree.tree_map(grown, example)
+    """The example, twice over if its batch is 1: torch.export takes an axis of length 1 for one that never changes."""
+    return _resized(example, {0: 2}) if _length(example, 0) == 1 else example
 
 
-def _free_batch(arguments: Any) -> ShapesCollection:
-    """Shapes in which the batch of every tensor that has it may change."""
-    shapes, batch = ShapesCollection(), _batch(arguments)
+def _resized(example: Any, lengths: dict[int, int]) -> Any:
+    """The example with these axes as long as told: cut off at the end, or begun anew."""
+    before = {axis: _length(example, axis) for axis in lengths}
+
+    def resized(x: Any) -> Any:
+        for axis, length in lengths.items():
+            if _has(x, axis, before[axis]):
+                x = x.index_select(axis, torch.arange(length, device=x.device) % x.shape[axis])
+        return x
+
+    return pytree.tree_map(resized, plain(example))
+
+
+def _free(arguments: Any, axes: Sequence[int]) -> ShapesCollection:
+    """Shapes in which these axes of every tensor that has them may change."""
+    shapes, lengths = ShapesCollection(), {axis: _length(arguments, axis) for axis in axes}
     for leaf in pytree.tree_leaves(arguments):
-        if _length(leaf) == batch:
-            shapes[leaf] = {0: Dim.DYNAMIC}
+        if free := {axis: Dim.DYNAMIC for axis, length in lengths.items() if _has(leaf, axis, length)}:
+            shapes[leaf] = free
     return shapes
 
 
-def _batch(example: Any) -> int | None:
-    """The length of the first axis of the first tensor that has one."""
-    lengths = (_length(leaf) for leaf in pytree.tree_leaves(example))
-    return next((n for n in lengths if n is not None), None)
+def _check_other_lengths(model: nn.Module, program: ExportedProgram, example: Any, axes: tuple[int, ...]) -> None:
+    """Run both on an example of other lengths, the first ones that the model itself runs with."""
+    name, lengths = type(model).__name__, {axis: _length(example, axis) or 0 for axis in axes}
+    for change in (lambda n: n - 1, lambda n: n // 2, lambda n: n + 1, lambda n: 2 * n):
+        others = {axis: change(length) for axis, length in lengths.items()}
+        other = _resized(example, others)
+        if min(others.values()) > 1 and _runs(model, other):
+            break
+    else:
+        raise HapError(f"{name} runs with no other lengths of axes {axes} than those of the example; "
+                       "leave them out of dynamic_axes")  # fmt: skip
+    try:
+        problem = _other_outputs(model, program, other)
+    except Exception as error:
+        problem = f"it fails: {str(error).strip().splitlines()[0]}"
+    if problem:
+        raise HapError(
+            f"what torch.export captured of {name} does not compute the same where axes {axes} have lengths "
+            f"{tuple(others.values())}: {problem}. Leave them out of dynamic_axes."
+        )
 
 
-def _length(x: Any) -> int | None:
-    return len(x) if isinstance(x, Tensor) and x.ndim else None
+def _runs(model: nn.Module, example: Any) -> bool:
+    try:
+        outputs(model, example)
+    except Exception:  # whatever it is that the model has against this length
+        return False
+    return True
+
+
+# ---- files ----------------------------------------------------------------------------------------------------
 
 
 def _program(path: Path, program: ExportedProgram) -> None:

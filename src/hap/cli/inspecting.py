@@ -58,6 +58,9 @@ def export(
     input_shape: Annotated[
         str | None, typer.Option(help="The input's shape with its batch, such as 1,3,32,32. Default: the checkpoint's.")
     ] = None,
+    dynamic_axes: Annotated[
+        str | None, typer.Option(help="Axes that may have any length beside the batch, such as 2,3 for an image.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Take the input's shape from this data instead.")] = None,
     model: Model = None,
     data_root: DataRoot = None,
@@ -69,9 +72,11 @@ def export(
     Examples:
       hap export runs/pruned.safetensors runs/pruned.onnx
       hap export runs/pruned.safetensors runs/pruned.pt2 --batch 32
+      hap export runs/pruned.safetensors runs/pruned.onnx --dynamic-axes 2,3
       hap export mine.safetensors mine.onnx --model resnet56 --input-shape 1,3,32,32
     """
-    shape = _shape(input_shape) if input_shape is not None else None
+    shape = _numbers("--input-shape", input_shape, "1,3,32,32", least=2) if input_shape is not None else None
+    axes = _numbers("--dynamic-axes", dynamic_axes, "2,3") if dynamic_axes is not None else []
     if shape is not None and (data is not None or batch is not None):
         raise HapError("--input-shape says it all, its batch included; leave out --data and --batch")
     if out.suffix not in (".onnx", ".pt2"):
@@ -85,7 +90,7 @@ def export(
     else:
         example = stored_example(saved, checkpoint, batch or 1)
     with working(f"exporting to {out.name}"):
-        hap.export(out, network, example, dynamic_batch=batch is None and shape is None)
+        hap.export(out, network, example, dynamic_batch=batch is None and shape is None, dynamic_axes=axes)
     wrote(out)
 
 
@@ -129,10 +134,11 @@ def where(network: nn.Module) -> str:
     return "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def _shape(text: str) -> list[int]:
+def _numbers(option: str, text: str, such_as: str, least: int = 1) -> list[int]:
+    """At least so many whole numbers from 1 on."""
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise HapError(f"--input-shape is {text!r}; expected whole numbers with commas, such as 1,3,32,32")
+    if len(parts) < least or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise HapError(f"{option} is {text!r}; expected whole numbers with commas, such as {such_as}")
     return [int(part) for part in parts]
 
 
