@@ -108,6 +108,53 @@ def test_views_of_one_memory_are_told_apart(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), model(x))
 
 
+@pytest.mark.parametrize(
+    ("stored", "own", "held"),
+    [
+        (torch.float32, torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float16, torch.float16, torch.float16),
+    ],
+)
+def test_no_weight_is_rounded(stored: torch.dtype, own: torch.dtype, held: torch.dtype, tmp_path: Path) -> None:
+    """With its implants and what is tied, and counters stay whole numbers."""
+    for name in ("residual", "tied_parameters"):
+        model, example = CASES[name]()
+        plan = random_plan(traced(name, "joint"), 0, 0.5, hap.Pointwise(init="center"))
+        pruned = hap.apply_(model, plan, example=example).to(stored)
+        path = hap.save(tmp_path / "a.safetensors", pruned, plan)
+        loaded = hap.load(path, fresh(name).to(own))
+        assert {p.dtype for p in loaded.parameters()} == {held}
+        for n, tensor in pruned.state_dict().items():
+            seen = loaded.state_dict()[n]
+            assert torch.equal(seen, tensor.to(seen.dtype)) and seen.is_floating_point() == tensor.is_floating_point()
+        if name == "tied_parameters":
+            assert loaded.a.weight is loaded.b.weight
+        if stored is torch.float64:
+            assert same(run(loaded, example), run(pruned, example))
+
+
+class Table(nn.Module):
+    """Reads a table that is computed when the module is made, and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4) / 3, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.table)
+
+
+def test_what_was_rounded_before_is_refused(tmp_path: Path) -> None:
+    path = hap.save(tmp_path / "a.safetensors", Table())
+    check_refused(path, "holds float32 where the model has float16, and table, which is not in the", Table().half())
+    assert hap.load(path, Table()).table.dtype == torch.float32
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------
 
 

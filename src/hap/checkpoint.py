@@ -142,6 +142,7 @@ def _header(path: str | Path, text: str | None) -> dict[str, Any]:
 def load(path: str | Path, model: nn.Module) -> nn.Module:
     """Fill a fresh dense model from a checkpoint: prune it as the plan says and load its weights; returns the model.
 
+    The model's tensors keep their dtypes, but for those that cannot hold what the file has: they take the file's.
     If anything does not fit, HapError is raised and the model is left as it was.
     """
     checkpoint = read(path)
@@ -154,12 +155,36 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     except HapError as error:
         raise HapError(f"{path} was saved from another model: {error}") from error
     _compare(path, checkpoint, trial)
+    tensors = {name: tensors[checkpoint.aliases.get(name, name)] for name in trial.state_dict()}
+    _check_not_rounded(path, tensors, trial)
     for plan in checkpoint.plans:
         rebuild_(model, plan)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            tensor.data.copy_(tensors[checkpoint.aliases.get(name, name)])
+            if (dtype := _holding(tensor.dtype, tensors[name].dtype)) != tensor.dtype:
+                tensor.data = tensor.data.to(dtype)
+            tensor.data.copy_(tensors[name])
     return model
+
+
+def _holding(own: torch.dtype, stored: torch.dtype) -> torch.dtype:
+    """The model's own dtype, or one that loses nothing of the real numbers that are stored."""
+    if own == stored or not (own.is_floating_point and stored.is_floating_point) or own.itemsize > stored.itemsize:
+        return own
+    return stored if stored.itemsize > own.itemsize else torch.float32
+
+
+def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Where tensors take a wider dtype, those that are not in the file were rounded when the model was made."""
+    state = model.state_dict()
+    wider = {t.dtype: d for n, t in state.items() if (d := _holding(t.dtype, tensors[n].dtype)) != t.dtype}
+    for name, buffer in model.named_buffers():
+        if name not in state and buffer.dtype in wider:
+            narrow, wide = (str(d).removeprefix("torch.") for d in (buffer.dtype, wider[buffer.dtype]))
+            raise HapError(
+                f"{path} holds {wide} where the model has {narrow}, and {name}, which is not in the file, is {narrow} "
+                f"too: it was rounded when the model was made. Make it in {wide} and load again."
+            )
 
 
 def _compare(path: str | Path, checkpoint: Checkpoint, model: nn.Module) -> None:
