@@ -17,7 +17,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hap import distributed
 from hap.errors import HapError
 from hap.groups import Group, Groups, Producer
-from hap.scoring.base import Batch, Criterion, Problem, Scores, fold, samples
+from hap.scoring.base import (
+    Batch,
+    Criterion,
+    Problem,
+    Scores,
+    check_alone,
+    check_targets,
+    fold,
+    is_per_sample,
+    samples,
+)
 from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
 from hap.scoring.hessian import quadratics
 from hap.scoring.simple import L1, Magnitude
@@ -214,10 +224,15 @@ def _drawn(problem: Problem, inner: dict[str, int], draws: int, seed: int) -> Te
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.zeros(draws, problem.groups.units, dtype=torch.float64, device=device)
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
+        check_targets(batch)
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         with torch.enable_grad(), _watching(problem) as seen:
             output, loss = problem.evaluate(weights, batch)
         _check_seen(weights, seen.inputs, 'use JointTrace(method="hutchinson")')
+        if batch is problem.batches[0]:
+            with _watching(problem) as alone:
+                problem.last_alone(batch)
+            _check_samples_first(batch, seen.inputs, alone.inputs)
         logits = _logits(output, loss, batch)
         for draw in range(draws):
             squares = _row_squares(problem, inner, seen, logits, _root_times_signs(logits, generator))
@@ -234,7 +249,8 @@ def _logits(output: Any, loss: Tensor, batch: Batch) -> Tensor:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(target, Tensor):
         raise HapError('the output is not one vector per sample; use JointTrace(method="hutchinson")')
     plain = F.cross_entropy(logits.detach().float(), target)
-    if not torch.allclose(plain, loss.detach().float(), rtol=1e-3, atol=1e-6):
+    rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps)
+    if not torch.allclose(plain, loss.detach().float(), rtol=rounding, atol=1e-6):
         raise HapError(
             f"the loss is {float(loss):.6g} where the cross-entropy of the outputs is {float(plain):.6g}; "
             'this method knows the cross-entropy alone. Use JointTrace(method="hutchinson").'
@@ -283,6 +299,13 @@ def _check_seen(weights: Iterable[str], inputs: Mapping[str, Tensor], instead: s
     for weight in weights:
         if weight not in inputs and weight.rpartition(".")[0] not in inputs:
             raise HapError(f"what {weight} is applied to is hidden from the layer that owns it; {instead}")
+
+
+def _check_samples_first(batch: Batch, inputs: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> None:
+    """Refuse layers whose input does not hold one sample at each index of its first axis, where sizes do not tell."""
+    count = samples(batch)
+    whole = {f"what {name} reads": x for name, x in inputs.items() if is_per_sample(x, count)}
+    check_alone(whole, {f"what {name} reads": x for name, x in alone.items()})
 
 
 def _row_squares(
@@ -345,10 +368,15 @@ class GateGradient(Criterion):
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         readers = {(n, r.weight, r.dim): r for n, g in problem.groups.items() for r in _readers(problem, n, g)}
         count = samples(batch)
+        check_targets(batch)
         with torch.enable_grad(), _reading(problem, [weight for _, weight, _ in readers]) as inputs:
             _, loss = problem.evaluate(weights, batch)
             _check_seen((weight for _, weight, _ in readers), inputs, "use another criterion")
             slopes = dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
+        if batch is problem.batches[0]:
+            with _reading(problem, list(inputs)) as alone:
+                problem.last_alone(batch)
+            _check_samples_first(batch, inputs, alone)
         gates: dict[str, Tensor] = {}
         for (name, weight, _), reader in readers.items():
             x, slope, group = inputs[weight].detach(), slopes[weight], problem.groups[name]

@@ -1,0 +1,124 @@
+"""Criteria that look at samples one by one: the batch is the first axis, or the model is refused."""
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+
+
+class Attention(nn.Module):
+    """One attention layer, tokens first or samples first inside and outside, that returns one vector per sample."""
+
+    def __init__(self, tokens_first: bool, inside: bool | None = None, causal: bool = False, every: bool = False):
+        super().__init__()
+        self.outside, self.causal, self.every = tokens_first, causal, every
+        self.inside = tokens_first if inside is None else inside
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.heads, self.last = 4, nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = x.transpose(0, 1) if self.inside != self.outside else x
+        heads = (1, 2, 0, 3) if self.inside else (0, 2, 1, 3)
+        back = (2, 0, 1, 3) if self.inside else (0, 2, 1, 3)
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).permute(heads) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).permute(back).flatten(2)
+        x = x + self.o(y) * (1 if scale is None else scale)
+        return self.last(x if self.every else x.mean(0 if self.inside else 1))
+
+
+CRITERIA = [hap.GateGradient(), hap.JointTrace("gauss-newton"), hap.DiagonalFisher(), hap.Whole(hap.DiagonalFisher())]
+
+
+def score(model: nn.Module, x: Any, y: Tensor, criterion: hap.Criterion, loss: Any = F.cross_entropy) -> Any:
+    groups = hap.trace(model.double().eval(), x)
+    return hap.score(model, hap.only(groups, hap.heads(groups)), [(x, y)], loss, criterion)["q"]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (
+            6,
+            r"inputs has length 6, that of its target 5\. This criterion looks at each sample by itself and",
+        ),
+        (
+            5,
+            r"(what o(\.weight)? reads|output 0) is not the same for the last sample alone and in its batch.*first",
+        ),
+    ],
+)
+def test_tokens_first_is_refused(tokens: int, words: str, criterion: hap.Criterion) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(tokens, 5, 16, dtype=torch.float64), torch.arange(5) % 3
+    with pytest.raises(hap.HapError, match=words):
+        score(Attention(True), x, y, criterion)
+    assert score(Attention(True), x, y, hap.Taylor()).isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("criterion", [hap.GateGradient(), hap.DiagonalFisher()], ids=str)
+def test_targets_for_each_token_do_not_hide_it(criterion: hap.Criterion, causal: bool) -> None:
+    """There the target has its tokens first as well. In a causal model the first token alone would be the same."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5, 16, dtype=torch.float64), torch.randint(0, 3, (6, 5))
+    with pytest.raises(hap.HapError, match="is not the same for the last sample alone and in its batch"):
+        score(Attention(True, causal=causal, every=True), x, y, criterion, lambda o, t: F.cross_entropy(o.mT, t))
+
+
+def test_tokens_first_inside() -> None:
+    """The samples of layers are then elsewhere; those of the whole model are not."""
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 5, 16, dtype=torch.float64), torch.arange(5) % 3
+    inside, usual = Attention(False, inside=True), Attention(False)
+    usual.load_state_dict(inside.state_dict())
+    for criterion in CRITERIA[:2]:
+        with pytest.raises(hap.HapError, match=r"what (o|q|k|v)(\.weight)? reads is not the same"):
+            score(inside, x, y, criterion)
+    for criterion in CRITERIA[2:]:
+        torch.testing.assert_close(score(inside, x, y, criterion), score(usual, x, y, criterion))
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=str)
+def test_samples_first_with_as_many_tokens(criterion: hap.Criterion) -> None:
+    """And with a tensor that all samples share."""
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 5, 16, dtype=torch.float64), torch.arange(5) % 3
+    model = Attention(False)
+    plain = score(model, x, y, criterion)
+    shared = UserDict({"x": x, "scale": torch.ones(1, 1, 16, dtype=torch.float64)})
+    assert plain.isfinite().all() and (plain > 0).all()
+    torch.testing.assert_close(score(model, shared, y, criterion), plain)
+
+
+def test_a_loss_that_fails_on_one_sample() -> None:
+    def picky(output: Tensor, target: Tensor) -> Tensor:
+        if len(output) == 1:
+            raise ValueError("two at least")
+        return F.cross_entropy(output, target)
+
+    x, y = torch.randn(4, 6, 16, dtype=torch.float64), torch.arange(4) % 3
+    with pytest.raises(hap.HapError, match=r"the model or the loss fails sample by sample: two at least\. This crit"):
+        score(Attention(False), x, y, hap.DiagonalFisher(), picky)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cross_entropy_in_half_precision_is_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Attention(False).eval()
+    x = torch.randn(16, 5, 16)
+    groups = hap.trace(model, x)
+    heads = hap.only(groups, hap.heads(groups))
+    criterion = hap.JointTrace("gauss-newton", draws=200)
+    batches = [(x, torch.randint(0, 3, (16,))) for _ in range(5)]
+    wanted = hap.score(model, heads, batches, F.cross_entropy, criterion)["q"]
+    half = [(x.to(dtype), y) for x, y in batches]
+    seen = hap.score(model.to(dtype), heads, half, F.cross_entropy, criterion)["q"]
+    torch.testing.assert_close(seen, wanted, rtol=0.05, atol=0)
+    with pytest.raises(hap.HapError, match="knows the cross-entropy alone"):
+        hap.score(model, heads, half, lambda o, t: 1.1 * F.cross_entropy(o, t), criterion)
