@@ -96,6 +96,21 @@ def test_samples_first_with_as_many_tokens(criterion: hap.Criterion) -> None:
     torch.testing.assert_close(score(model, shared, y, criterion), plain)
 
 
+class Asking(Attention):
+    """Asks for a value, as models do that see whether a mask hides anything."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x, scale) if torch.compiler.is_compiling() or bool((x < 9).all()) else x
+
+
+def test_a_model_that_asks_for_values() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 6, 16, dtype=torch.float64), torch.arange(4) % 3
+    asking, usual = Asking(False), Attention(False)
+    usual.load_state_dict(asking.state_dict())
+    torch.testing.assert_close(score(asking, x, y, hap.DiagonalFisher()), score(usual, x, y, hap.DiagonalFisher()))
+
+
 def test_a_loss_that_fails_on_one_sample() -> None:
     def picky(output: Tensor, target: Tensor) -> Tensor:
         if len(output) == 1:

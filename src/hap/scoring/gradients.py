@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,8 +96,22 @@ class DiagonalFisher(Criterion):
             return loss(call_with(problem.model, weights, args, kwargs), y)
 
         with told("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
-            gradients: dict[str, Tensor] = torch.func.vmap(torch.func.grad(one), (None, 0))(problem.weights, own)
-            return gradients
+            return _for_each(torch.func.grad(one), problem.weights, own)
+
+
+def _for_each(gradient: Callable[..., dict[str, Tensor]], weights: dict[str, Tensor],
+              values: dict[int, Tensor]) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of all samples, stacked: at once, or one by one if the model asks for values, such as whether a
+    mask hides anything, which vmap cannot tell."""
+    try:
+        found: dict[str, Tensor] = torch.func.vmap(gradient, (None, 0))(weights, values)
+        return found
+    except RuntimeError as error:
+        if not str(error).startswith("vmap: "):
+            raise
+    count = len(next(iter(values.values())))
+    each = [gradient(weights, {i: t[k] for i, t in values.items()}) for k in range(count)]
+    return {name: torch.stack([g[name] for g in each]) for name in weights}
 
 
 def _by_sample(output: Any, count: int) -> dict[str, Tensor]:
