@@ -114,6 +114,129 @@ def test_a_layer_of_one_head_does_not_speak_for_the_others() -> None:
     assert hap.heads(groups) == ["layers.1.q"] and "layers.0.q" not in groups
 
 
+class Mixing(nn.Module):
+    """Attention over tokens of width 24 with heads of width 8, in the way `mix` says, and nothing else."""
+
+    def __init__(self, mix: Any, heads: int, fused: bool, outputs: int = 24):
+        super().__init__()
+        self.mix, self.heads, self.fused, width = mix, heads, fused, 8 * heads
+        if fused:
+            self.qkv = nn.Linear(24, 3 * width)
+        else:
+            self.q, self.k, self.v = (nn.Linear(24, width) for _ in range(3))
+        self.out, self.head = nn.Linear(outputs, 24), nn.Linear(24, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in parts)
+        return self.head((x + self.out(self.mix(q, k, v))).mean(1))
+
+
+def at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([(q[:, i] @ k[:, i].mT).softmax(-1) @ v[:, i] for i in range(3)], -1)
+
+
+def averaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) @ v).mean(1)
+
+
+def with_average_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1).mean(1, True) @ v).transpose(1, 2).flatten(2)
+
+
+def over_channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q.mT @ k).softmax(-1) @ v.mT).permute(0, 3, 1, 2).flatten(2)
+
+
+def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    table = torch.arange(8 * q.shape[2], dtype=q.dtype).view(-1, 8).cos()
+    q, k = (x * table + torch.cat([-x[..., 4:], x[..., :4]], -1) * table for x in (q, k))
+    return at_once(q, k, v)
+
+
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize(
+    ("mix", "heads", "outputs", "found"),
+    [
+        (at_once, 3, 24, BOTH), (over_channels, 3, 24, BOTH), (rotated, 3, 24, BOTH),
+        (at_once, 1, 8, ()), (over_channels, 1, 8, ()), (rotated, 1, 8, ()),
+        (one_by_one, 3, 24, ()), (averaged, 3, 8, ()), (with_average_weights, 3, 24, (True,)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("fused", BOTH)
+def test_heads_are_whole_or_none(mix: Any, heads: int, outputs: int, found: Any, fused: bool) -> None:
+    """The width of a head is no head, and what attention is made of is no MLP. `found`: if fused, or if not."""
+    model, x = drawn(Mixing(mix, heads, fused, outputs)), torch.randn(2, 5, 24, dtype=torch.float64)
+    groups = hap.trace(model, x)
+    assert [len(groups[n]) for n in hap.heads(groups)] == [heads] * (fused in found) and hap.mlps(groups) == []
+    for name in hap.heads(groups):
+        slices = {(p.weight, p.dim): p.unit for p in owned(groups, groups[name])}
+        whole = np.repeat(np.arange(heads), 8)
+        assert len(slices) == (2 if fused else 4) and all(
+            (u.reshape(-1, 8 * heads) == whole).all() for u in slices.values()
+        )
+
+
+class Spatial(nn.Module):
+    """A gate that mixes tokens by a fixed matrix: hidden neurons, not heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down, self.head = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 2)
+        self.tokens = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.down(self.up(x) * (self.tokens @ self.gate(x)))).mean(1))
+
+
+def test_a_product_with_a_constant_is_no_attention() -> None:
+    groups = hap.trace(drawn(Spatial()), torch.randn(2, 5, 8, dtype=torch.float64))
+    assert hap.mlps(groups) == ["up"] and hap.heads(groups) == []
+
+
+class Twice(nn.Module):
+    """What attention gives is projected two times, as in Timesformer: nothing there is a neuron of an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out, self.more, self.head = (nn.Linear(8, n) for n in (8, 8, 8, 8, 8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x) + x)
+        return self.head((x + self.more(self.out(mixed))).mean(1))
+
+
+def test_what_leaves_attention_is_no_mlp() -> None:
+    groups = hap.trace(drawn(Twice()), torch.randn(2, 5, 8, dtype=torch.float64))
+    assert "out" in groups and hap.mlps(groups) == []
+
+
+@pytest.mark.parametrize("budget", [{"heads": 0.01}, {"mlp": 0.01}], ids=str)
+def test_errors_name_the_budget_that_was_given(encoder: Any, budget: dict[str, float]) -> None:
+    model, example, _ = encoder
+    said = next(iter(budget))
+    with pytest.raises(hap.HapError, match=rf"^{said}=0.01 cannot be reached"):
+        hap.prune_blocks_(model, example, criterion="random", **budget)
+    with pytest.raises(hap.HapError, match=rf"^{said}=1.5; expected the fraction that is LEFT"):
+        hap.prune_blocks_(model, example, criterion="random", **{said: 1.5})
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_the_last_head_of_each_layer_is_not_taken_apart(name: str) -> None:
+    model, example, _ = _model(name)
+    hap.prune_blocks_(model, example, heads=1 / HEADS, criterion="random")
+    with pytest.raises(hap.HapError, match=r"no attention heads were found .*one head has none to spare"):
+        hap.prune_blocks_(model, example, heads=0.5, criterion="random")
+    groups = hap.trace(model, example)
+    assert [len(groups[n]) for n in hap.mlps(groups)] == [HIDDEN] * LAYERS
+
+
 def test_convolutional_networks_have_no_heads() -> None:
     groups = hap.trace(*next(iter(CASES.values()))())
     assert hap.heads(groups) == []

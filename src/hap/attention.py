@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
 from hap import rules, weights
-from hap.groups import Product
+from hap.groups import Ints, Product
 from hap.operators import UNCHANGED
 
 if TYPE_CHECKING:
@@ -36,17 +37,23 @@ def product(
     b, b_shape = rules.aligned(b, ndim).transpose(-1, -2).unsqueeze(-3), (1,) * (ndim - len(b_shape)) + b_shape
     a_full = (*a_shape[:-1], 1, a_shape[-1])
     b_full = (*b_shape[:-2], 1, b_shape[-1], b_shape[-2])
-    return _contracted(tracer, name, whole, [(a, a_full), (b, b_full)], 1, scaled)
+    return _contracted(tracer, name, whole, [(a, a_full), (b, b_full)], 1, range(ndim - 2), scaled)
 
 
 def _contracted(
-    tracer: Tracer, name: str, whole: Shape, sides: list[tuple[Tensor, Shape]], inner: int, scaled: bool = False
-) -> Tensor:
-    """Labels of a pointwise product that is summed over its last `inner` axes: see `product`."""
+    tracer: Tracer, name: str, whole: Shape, sides: list[tuple[Tensor, Shape]], inner: int, batch: Container[int],
+    scaled: bool = False,
+) -> Tensor:  # fmt: skip
+    """Labels of a pointwise product that is summed over its last `inner` axes: see `product`.
+
+    What it sees whole, such as a head, is one of several along the axes in `batch`, which both operands and the result
+    have, if nothing varies along others; or all that is summed over for each of several.
+    """
     grid, _ = rules.merge(tracer, name, sides)
     tracer.products.append(
         Product(grid.flatten().numpy(), math.prod(s for s, g in zip(whole, grid.shape, strict=True) if g == 1))
     )
+    tracer.whole.append((grid.numpy(), [d for d in range(grid.ndim) if d not in batch]))
     outer = grid.ndim - inner
     summed = math.prod(grid.shape[outer:])
     if summed > 1:
@@ -58,7 +65,38 @@ def _contracted(
         grid = grid.reshape(*grid.shape[:outer], summed)
         tracer.join(grid.numpy(), grid[..., :1].numpy())
         grid = grid[..., :1]
+        tracer.whole.append((grid.numpy(), []))
     return rules.compress(grid.reshape(grid.shape[:outer]))
+
+
+def _meet(tracer: Tracer, node: fx.Node, *operands: fx.Node) -> None:
+    """A product of what layers compute, and not of activations with a constant, is what an attention is made of."""
+    made = [tracer.sources.get(x, frozenset()) for x in operands]
+    tracer.mixes[node] = all(layers and layers <= tracer.layers.keys() for layers in made)
+    if all(made):
+        tracer.met += [np.unique(tracer.labels(x).numpy()) for x in operands]
+
+
+def read_from_products(tracer: Tracer) -> list[Ints]:
+    """The labels of layers that read a product of what other layers compute, such as an attention's output layer."""
+    return [
+        np.unique(labels.numpy())
+        for node, labels in tracer.layers.items()
+        if isinstance(labels, Tensor) and _reads_product(tracer, node)
+    ]
+
+
+def _reads_product(tracer: Tracer, layer: fx.Node) -> bool:
+    """Whether there is such a product before a layer, with no other layer, sum of branches or product in between."""
+    seen, todo = {layer}, list(layer.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if tracer.mixes.get(node):
+            return True
+        if node not in seen | tracer.mixes.keys() and tracer.sources.get(node, {node}) not in ({node}, set()):
+            todo += node.all_input_nodes
+        seen.add(node)
+    return False
 
 
 @rules.rule("einsum")
@@ -72,6 +110,7 @@ def einsum(tracer: Tracer, node: fx.Node) -> Any:
     if len(names) != 2 or "->" not in equation or "." in equation or not distinct:
         return rules.freeze_all(tracer, node, "an equation that is not understood")
     inner = [letter for letter in dict.fromkeys("".join(names)) if letter not in result]
+    _meet(tracer, node, *operands)
     sides: list[tuple[Tensor, Shape]] = []
     whole: dict[str, int] = {}
     for term, x in zip(names, operands, strict=True):
@@ -85,7 +124,8 @@ def einsum(tracer: Tracer, node: fx.Node) -> Any:
             (labels.reshape([short.get(c, 1) for c in [*result, *inner]]),
              tuple(sizes.get(c, 1) for c in [*result, *inner]))
         )  # fmt: skip
-    return _contracted(tracer, "einsum", tuple(whole[c] for c in [*result, *inner]), sides, len(inner))
+    batch = [d for d, letter in enumerate(result) if all(letter in term for term in names)]
+    return _contracted(tracer, "einsum", tuple(whole[c] for c in [*result, *inner]), sides, len(inner), batch)
 
 
 @rules.rule("matmul", "bmm", "mm")
@@ -96,6 +136,7 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
         return rules.freeze_all(tracer, node)
     if (weight := weights.view_of(tracer, b)) is not None and len(rules.shape_of(b)) == 2:
         return _transposed_linear(tracer, node, a, weight)
+    _meet(tracer, node, a, b)
     whole = (*rules.shape_of(node), rules.shape_of(a)[-1])
     return product(tracer, "matmul", whole, tracer.labels(a), rules.extent(a), tracer.labels(b), rules.extent(b))
 
@@ -105,6 +146,7 @@ def baddbmm(tracer: Tracer, node: fx.Node) -> Any:
     """bias + a @ b, batch by batch."""
     bias, a, b = node.args[:3]
     assert isinstance(bias, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    _meet(tracer, node, a, b)
     whole = (*rules.shape_of(node), rules.shape_of(a)[-1])
     labels = product(tracer, "baddbmm", whole, tracer.labels(a), rules.extent(a), tracer.labels(b), rules.extent(b))
     given = (1,) * (labels.ndim - len(rules.shape_of(bias))) + rules.extent(bias)
@@ -140,6 +182,8 @@ def assertion(tracer: Tracer, node: fx.Node) -> None:
 def attention(tracer: Tracer, node: fx.Node) -> Any:
     arguments = rules.arguments(node)
     q, k, v = (arguments[name] for name in ("query", "key", "value"))
+    _meet(tracer, node, q, k)
+    _meet(tracer, node, k, v)
     labels = {x: tracer.labels(x) for x in (q, k, v)}
     shapes, (*batch, width) = {x: rules.shape_of(x) for x in (q, k, v)}, rules.shape_of(node)
     inner, keys = shapes[q][-1], shapes[k][-2]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from hap.blocks import only, units_of
+from hap.cost import Cost
 from hap.errors import HapError
-from hap.groups import Groups
+from hap.groups import Groups, Ints
 from hap.implants import NarrowHeads
 from hap.narrowing import narrowable
 from hap.planning import DEFAULT_LIMITS, Budget, Limits, plan
@@ -29,15 +32,14 @@ def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | 
     all layers; `flops` instead is one budget over both. At least one head stays in each layer. With an `implant`, which
     goes with `flops` alone, some of the heads that would go are narrowed; the groups then come from `hap.narrowable`.
     """
-    kinds = _kinds(heads, mlp, flops)
+    budgets = _budgets(heads, mlp, flops)
     if implant is not None and flops is None:
         raise HapError("a narrow head counts as a head, so heads= and mlp= leave nothing to implant; expected flops=")
     if flops is not None:
-        return plan(units_of(groups, *kinds), scores, Budget(flops=flops), implant, limits)
+        return plan(units_of(groups, *budgets), scores, Budget(flops=flops), implant, limits)
     removed: dict[str, list[int]] = {}
-    for kind in kinds:
-        share = {"heads": heads, "mlp": mlp}[kind]
-        removed |= plan(units_of(groups, kind), scores, Budget(channels=share), limits=limits).removed
+    for kind, budget in budgets.items():
+        removed |= plan(units_of(groups, kind), scores, budget, limits=limits).removed
     return draft(only(groups, removed), removed)
 
 
@@ -49,18 +51,32 @@ def prune_blocks_(model: nn.Module, example: Any, batches: Iterable[Any] | None 
 
     plan = hap.prune_blocks_(model, example, batches, loss, heads=0.5)
     """
-    kinds = _kinds(heads, mlp, flops)
+    budgets = _budgets(heads, mlp, flops)
     groups = trace(model, example)
     groups = groups if implant is None else narrowable(model, groups, example)
-    scores = score(model, units_of(groups, *kinds), batches, loss, criterion)
+    scores = score(model, units_of(groups, *budgets), batches, loss, criterion)
     chosen = plan_blocks(groups, scores, heads=heads, mlp=mlp, flops=flops, implant=implant, limits=limits)
     apply_(model, chosen, example, verify)
     return chosen
 
 
-def _kinds(heads: float | None, mlp: float | None, flops: float | None) -> list[str]:
-    """What a budget is over: heads, mlp or both."""
-    given = [kind for kind, share in (("heads", heads), ("mlp", mlp)) if share is not None]
+def _budgets(heads: float | None, mlp: float | None, flops: float | None) -> Mapping[str, Budget]:
+    """The budget of each kind of units that may go; one over both is that of either."""
+    given = {kind: _Share(channels=x, kind=kind) for kind, x in (("heads", heads), ("mlp", mlp)) if x is not None}
     if (flops is None) == (not given):
         raise HapError(f"heads={heads}, mlp={mlp}, flops={flops}; expected heads and/or mlp, or flops alone")
-    return given or ["heads", "mlp"]
+    return given or dict.fromkeys(("heads", "mlp"), Budget(flops=flops))
+
+
+@dataclass(frozen=True)
+class _Share(Budget):
+    """A budget of units that goes by the name that the caller gave it, in errors too."""
+
+    kind: str = ""
+
+    @property
+    def given(self) -> dict[str, float]:
+        return {self.kind: self.channels} if self.channels is not None else {}
+
+    def of(self, cost: Cost) -> Ints:
+        return np.array([cost.channels], dtype=np.int64)

@@ -19,20 +19,21 @@ from hap.groups import Group, Groups, Ints
 def heads(groups: Groups) -> list[str]:
     """The groups whose units are attention heads: whole blocks of rows that meet in a product of activations.
 
+    Such a product sees each of several heads by itself, so that a head's width has one fate. Where it sees one alone,
+    single indices of its width may go, and are no heads. Nor is what no layer reads.
     Under grouped queries a unit is a key/value head with the query heads that share it.
     """
-    padded = np.array(sorted(groups.padded), dtype=np.int64)
-    multiplied = np.concatenate([padded, *(p.classes for p in groups.products)])
-    return [n for n, g in groups.items() if np.isin(g.classes, multiplied).all() and _in_blocks(g)]
+    whole = groups.met & groups.whole
+    return [n for n, g in groups.items() if whole.issuperset(g.classes.tolist()) and g.consumers and _in_blocks(g)]
 
 
 def mlps(groups: Groups) -> list[str]:
     """The groups whose units are hidden neurons of an MLP: computed from a stream, and read back into the same one.
 
-    The stream itself is none, and neither is what stands between the last block and the outputs, such as a pooler.
+    The stream itself is none, and neither is what stands between the last block and the outputs, such as a pooler, nor
+    what attention is made of, such as the values of a layer with one head.
     """
-    attention = set(heads(groups))
-    return [n for n, g in groups.items() if n not in attention and _returns(groups, g)]
+    return [n for n, g in groups.items() if groups.met.isdisjoint(g.classes.tolist()) and _returns(groups, g)]
 
 
 def only(groups: Groups, names: Iterable[str]) -> Groups:
@@ -65,11 +66,17 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
         scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
         spanned=groups.spanned & frozenset(living.tolist()),
         padded=groups.padded & frozenset(living.tolist()),
+        renormed=groups.renormed & frozenset(living.tolist()),
+        met=groups.met & frozenset(living.tolist()),
+        whole=groups.whole & frozenset(living.tolist()),
         spaces=tuple(s for s in groups.spaces if s.group in chosen),
     )
 
 
-KINDS = {"heads": (heads, "attention heads"), "mlp": (mlps, "neurons of an MLP")}
+KINDS = {
+    "heads": (heads, "attention heads were found that could be removed (a layer with one head has none to spare)"),
+    "mlp": (mlps, "neurons of an MLP were found that could be removed"),
+}
 
 
 def units_of(groups: Groups, *kinds: str) -> Groups:
@@ -78,7 +85,7 @@ def units_of(groups: Groups, *kinds: str) -> Groups:
     for kind in kinds:
         find, what = KINDS[kind]
         if not (found := find(groups)):
-            raise HapError(f"no {what} were found that could be removed; print(groups) lists what can be, and why not")
+            raise HapError(f"no {what}; print(groups) lists what can be, and why not")
         names += found
     return only(groups, names)
 

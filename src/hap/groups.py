@@ -174,7 +174,9 @@ class Groups(Mapping[str, Group]):
     a value for what a product counts as a multiply-add; `direct` are the weights that only the layer that owns them
     uses, once; `lengths` are integers of modules that follow an axis; `scales` are the batch normalisations' weights;
     `spanned` are the classes that a normalisation averages over, so that removing them changes the others; zeros stand
-    in for those in `padded` when they go. `spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
+    in for those in `padded` when they go, and these enter a norm where they are in `renormed` too; those in `met` enter
+    or leave a product of activations, and those in `whole` are one of several things that such a product sees whole.
+    `spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
     each row (c, t) of `tails` says that class t is what goes when head c is.
     """
 
@@ -203,6 +205,9 @@ class Groups(Mapping[str, Group]):
     spaces: tuple[Space, ...] = field(default=(), repr=False)
     tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
     padded: frozenset[int] = frozenset()
+    renormed: frozenset[int] = frozenset()
+    met: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
     written: tuple[Product, ...] = field(default=(), repr=False)
 
     def __getitem__(self, name: str) -> Group:
@@ -278,6 +283,7 @@ class Groups(Mapping[str, Group]):
             reads = ", ".join(sorted({c for c, _ in g.consumers}))
             also = f"  with {', '.join(others)}" if others else ""
             zeros = "" if self.padded.isdisjoint(g.classes.tolist()) else ", zeros stand in for what goes"
+            zeros += "" if self.renormed.isdisjoint(g.classes.tolist()) else " and enter a norm"
             lines.append(f"  {g.name:<{width}}  {len(g):>5} units{also}  read by {reads or 'nothing'}{zeros}")
         lines += [f"  frozen: {f.what} ({f.why})" for f in self.frozen]
         return "\n".join(lines)

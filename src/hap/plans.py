@@ -91,6 +91,8 @@ class Plan:
     narrowings: tuple[Narrow, ...] = ()
     turns: tuple[Space, ...] = ()
     """Where heads are narrowed: both sides go over to their singular vectors, the strongest first, before the cuts."""
+    masks: bool = True
+    """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
 
     def kept_inputs(self) -> dict[str, tuple[int, ...]]:
         """The input channels that stay, of each convolution or linear weight that loses some."""
@@ -107,7 +109,7 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         try:
-            values = {"narrowings": [], "turns": [], **values}
+            values = {"narrowings": [], "turns": [], "masks": bool(values["exact"]), **values}
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
@@ -150,8 +152,12 @@ class Plan:
                 f"params {_change(self.before.params, self.after.params)}",
                 f"MACs   {_change(self.before.macs, self.after.macs)}",
                 f"values written by layers {_change(self.before.activations, self.after.activations)}",
+                *([] if self.masks else [NORMED]),
             ]
         )
+
+
+NORMED = "a norm spans what goes, so what stays changes: the result is not that of masking it"
 
 
 def _change(before: int, after: int) -> str:
@@ -229,7 +235,7 @@ def assemble(
         implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
-        turns=turns,
+        turns=turns, masks=not ((groups.spanned | groups.renormed) & gone),
     )  # fmt: skip
 
 

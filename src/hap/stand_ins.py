@@ -77,5 +77,6 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]]) -> Gr
         narrowings=tuple(narrowings),
         scatters=tuple(scatters),
         spanned=groups.spanned - frozenset(padded.tolist()),
+        renormed=groups.spanned & frozenset(padded.tolist()),
         padded=frozenset(padded.tolist()),
     )

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from hap import attention, norms, rules, weights  # noqa: F401 (the first two register their rules)
+from hap import attention, norms, rules, weights  # noqa: F401 (norms registers its rules)
 from hap.blocks import heads
 from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
@@ -85,6 +85,16 @@ def _alike(grid: Ints, dims: list[int]) -> bool:
     return all(np.array_equal(grid, np.broadcast_to(grid.take([0], d), grid.shape)) for d in dims)
 
 
+def _several(grid: Ints, dims: list[int]) -> bool:
+    """Whether the entries are the same all along these axes, and not along all."""
+    return _alike(grid, dims) and not _alike(grid, list(range(grid.ndim)))
+
+
+def _removable(root: Ints, labels: list[Ints]) -> frozenset[int]:
+    """The classes of these labels, without that of what is never removed."""
+    return frozenset(int(c) for some in labels for c in root[some]) - {0}
+
+
 def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
     """A module's own attributes. `nn.MultiheadAttention` has a way of its own with fewer heads."""
     if isinstance(module, nn.MultiheadAttention):
@@ -120,6 +130,9 @@ class Tracer:
         self.lengths: list[Length] = []
         self.fixed_macs = 0
         self.products: list[Product] = []
+        self.met: list[Ints] = []
+        self.mixes: dict[fx.Node, bool] = {}
+        self.whole: list[tuple[Ints, list[int]]] = []
         self.scales: list[str] = []
         self.spanned: list[Ints] = []
         self.summed: list[Ints] = []
@@ -273,6 +286,7 @@ class Tracer:
                     self.values[node] = self._promote(anchors[node], self.values[node])
             elif node.op == "output":
                 self._outputs()
+        self.met += attention.read_from_products(self)
 
     def _placeholder(self, node: fx.Node, spec: Any) -> None:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in self.canonical:
@@ -335,7 +349,9 @@ class Tracer:
             narrowings=tuple(replace(x, classes=root[x.classes]) for x in self.narrowings),
             scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
             scales=tuple(dict.fromkeys(self.scales)),
-            spanned=frozenset(int(c) for s in self.spanned for c in root[s]) - {0},
+            spanned=_removable(root, self.spanned),
+            met=_removable(root, self.met),
+            whole=_removable(root, [x.ravel() for x, dims in self.whole if _several(root[x], dims)]),
             frozen=tuple(dict.fromkeys(self.frozen)),
             curved=self.curved or (shared and f"{shared} is used twice"),
             example=example,
