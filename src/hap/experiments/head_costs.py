@@ -19,7 +19,7 @@ from hap.provenance import provenance
 KIND, FORMAT = "hap-head-costs", 1
 MEASURED = (
     ("gauss-newton", 16), ("gauss-newton", 32), ("gauss-newton", 64), ("gradient", 16), ("gradient", 32),
-    ("hessian", 8), ("hessian", 16), ("hessian", 64),
+    ("hessian", 16), ("hessian", 64),
 )  # fmt: skip
 """Criteria, and how many texts they look at together, which their memory depends on."""
 
