@@ -183,6 +183,29 @@ def test_heads_are_whole_or_none(mix: Any, heads: int, outputs: int, found: Any,
         )
 
 
+class Talking(Mixing):
+    """A layer mixes the scores of all heads. Values and what reads them go as heads; queries and keys are in all."""
+
+    def __init__(self) -> None:
+        super().__init__(self.talk, 3, False)
+        self.talks = nn.Linear(3, 3)
+
+    def talk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.talks((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_scores_that_layers_mix_are_no_heads() -> None:
+    model, x = drawn(Talking()), torch.randn(2, 5, 24, dtype=torch.float64)
+    groups = hap.trace(model, x)
+    (name,) = hap.heads(groups)
+    assert {"v", "talks"} == set(groups[name].modules) and len(groups[name]) == 3
+    plan = hap.draft(hap.only(groups, [name]), {name: [0, 2]})
+    pruned = hap.apply_(copy.deepcopy(model), plan, x)
+    model.out.weight.data[:, :8] = model.out.weight.data[:, 16:] = 0
+    assert gap(run(pruned, x), run(model, x)) < 1e-10
+
+
 class Spatial(nn.Module):
     """A gate that mixes tokens by a fixed matrix: hidden neurons, not heads."""
 

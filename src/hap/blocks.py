@@ -20,11 +20,11 @@ def heads(groups: Groups) -> list[str]:
     """The groups whose units are attention heads: whole blocks of rows that meet in a product of activations.
 
     Such a product sees each of several heads by itself, so that a head's width has one fate. Where it sees one alone,
-    single indices of its width may go, and are no heads. Nor is what no layer reads.
+    single indices of its width may go, and are no heads. Nor are scores that layers mix, and not what they weigh.
     Under grouped queries a unit is a key/value head with the query heads that share it.
     """
     whole = groups.met & groups.whole
-    return [n for n, g in groups.items() if whole.issuperset(g.classes.tolist()) and g.consumers and _in_blocks(g)]
+    return [n for n, g in groups.items() if whole.issuperset(g.classes.tolist()) and _in_blocks(groups, g)]
 
 
 def mlps(groups: Groups) -> list[str]:
@@ -90,9 +90,14 @@ def units_of(groups: Groups, *kinds: str) -> Groups:
     return only(groups, names)
 
 
-def _in_blocks(group: Group) -> bool:
-    """Whether each unit owns several indices of some weight that computes it: a head's rows, not one row."""
-    return any(np.bincount(p.unit[p.unit >= 0], minlength=len(group)).min() > 1 for p in group.producers)
+def _in_blocks(groups: Groups, group: Group) -> bool:
+    """Whether each unit owns several indices of a weight that computes it, and of one that reads it: a head's width."""
+    made, read = [(p.weight, p.dim) for p in group.producers], group.consumers
+    return all(any(_several_each(groups.axes[key], group) for key in keys) for keys in (made, read))
+
+
+def _several_each(axis: Ints, group: Group) -> bool:
+    return bool(np.bincount(axis, minlength=group.classes.max() + 1)[group.classes].min() > 1)
 
 
 def _returns(groups: Groups, group: Group) -> bool:

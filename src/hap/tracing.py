@@ -92,7 +92,7 @@ def _several(grid: Ints, dims: list[int]) -> bool:
 
 def _removable(root: Ints, labels: list[Ints]) -> frozenset[int]:
     """The classes of these labels, without that of what is never removed."""
-    return frozenset(int(c) for some in labels for c in root[some]) - {0}
+    return frozenset(root[np.concatenate([np.zeros(0, np.int64), *labels])].tolist()) - {0}
 
 
 def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
