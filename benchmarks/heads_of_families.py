@@ -112,7 +112,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         some = [r for r in rows if r.get("masks", True) is masks]
         which = "" if masks else f" of {', '.join(r['family'] for r in some)}, where a norm spans all heads"
         worst, heads = max((r.get("gap", 0) for r in some), default=0), sum(r["heads"] for r in some)
-        lines.append(f"Over {heads} heads{which}, the largest difference from the masked models is {worst:.0e}.")
+        lines.append(
+            f"Over {heads} heads{which}, the largest difference from the masked models is {worst:.0e} of the outputs."
+        )
     return "\n".join(lines)
 
 
