@@ -4,7 +4,8 @@
 
 An implant that starts at zero puts out zeros, which BatchNorm turns into its bias. Where that is negative and a ReLU
 follows, zeros go on and no gradient comes back, so neither the implant nor the bias ever changes sign. Reads the
-networks in zoo/ and writes results/cifar10/implants-from-zero.json.
+networks with implants that are in zoo/, where `hap reproduce implants` puts them, and writes
+results/cifar10/implants-from-zero.json.
 """
 
 from __future__ import annotations

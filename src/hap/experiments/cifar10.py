@@ -286,14 +286,13 @@ def headline_networks() -> dict[str, str]:
               "resnet56-cifar10-dense-best": dense_name("resnet56", "best", 0)}  # fmt: skip
     for job in jobs():
         step = job.prune
-        if job.recipe.seed or not isinstance(step, PruneStep) or step.probes:
+        if job.recipe.seed or not isinstance(step, PruneStep) or step.probes or step.implant_init == "zero":
             continue
         if job.images != IMAGES and not job.teacher:
             continue
         percent = int(round(100 * (step.flops or step.params or 0), 2))
         method = ("hap-implant" if step.implant else "hap") + ("-per-cost" if step.per_cost else "")
-        method += "-from-zero" if step.implant_init == "zero" else ""
-        row = {"resnet56", "vgg16", "preresnet29"} & set(job.targets) or step.implant_init == "zero"
+        row = {"resnet56", "vgg16", "preresnet29"} & set(job.targets)
         if row and (job.model != "resnet56" or _is_headline(job)):
             chosen[f"{short(job.model)}-cifar10-{method}-{percent}"] = job.name
         elif "best" in job.targets and step.implant:

@@ -209,11 +209,13 @@ def _dead_implants(page: Page) -> str:
         return ""
     rows = [row for row in record["rows"] if row["init"] == "zero"]
     counts = ["{zero} of {implants} in {network} ({zero_and_negative_bias})".format(**row) for row in rows]
+    zero, implants = (sum(row[key] for row in record["rows"] if row["init"] == "center") for key in ("zero", "implants"))
     return f"""Implants that start at zero, as in the public code, hardly train. After the last epoch these are still
 exactly zero, in brackets those of them before a BatchNorm whose bias is negative in the dense network:
 {"; ".join(counts)}.
 BatchNorm makes its bias of zeros, a ReLU passes nothing of what is negative, and no gradient comes back. In all other
-rows implants start at the centre of the kernel that they replace. `python benchmarks/implants_from_zero.py` counts."""
+rows implants start at the centre of the kernel that they replace, and {zero} of {implants} are zero in the end.
+`python benchmarks/implants_from_zero.py` counts."""
 
 
 def dense(page: Page) -> str:
