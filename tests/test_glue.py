@@ -462,6 +462,8 @@ def test_the_page_says_whether_the_claim_holds(
             changed = record | {"criterion": criterion, "seed": seed, "budgets": [record["budgets"][0], *parts]}
             (tmp_path / f"{criterion}-{seed}.json").write_text(json.dumps(changed))
     text = render(tmp_path)
+    shares = ", ".join([f"{record['scoring']['signal']:.0%}"] * len(gaps))
+    assert f"scores of heads differ, {shares} (seed by seed) is not noise of its 3 probes" in text
     assert "trained anew" not in text
     changed["dense"] = record["dense"] | {"loss": [0.5]}
     (tmp_path / f"{criterion}-{seed}.json").write_text(json.dumps(changed))

@@ -211,6 +211,7 @@ class Campaign:
         scores, scoring = self.score(job, dense, self.settings.score_batch)
         if (sure := scoring["signal"]) is not None:
             self.say(f"{job.name}: {sure:.0%} of how scores differ is not noise of the probes")
+        release(self.device)  # several campaigns may share a GPU, and recorded steps take memory of their own
         parts = self._parts(job, dense, scores)
         corpus, (train, dev) = self._corpus(job.task), self._examples(job.task)
         result = {

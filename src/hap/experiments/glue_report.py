@@ -58,7 +58,9 @@ def _preface(records: Sequence[Record]) -> list[str]:
         "",
         "Each network is fine-tuned, loses heads over all layers at once (at least one stays in each), and is trained "
         "on. Figures are percent on the development set after the LAST step, never the best of several: mean over "
-        "seeds ± standard deviation. The paper's figures are for RoBERTa-base and stand beside ours for orientation.",
+        "seeds ± standard deviation. The network with all heads is the one before pruning: those with fewer heads were "
+        "trained on from it, and may end above it. The paper's figures are for RoBERTa-base and stand beside ours for "
+        "orientation.",
     ]
 
 
@@ -86,7 +88,19 @@ def _about(task: str, records: Sequence[Record]) -> str:
     return (
         f"{examples['train']:,} examples to train on, {examples['dev']:,} to measure on.{split} "
         f"{before:,} steps of fine-tuning before pruning and {after:,} after; seeds {', '.join(map(str, seeds))}."
-        f"{_trained_anew(records, seeds)}"
+        f"{_trained_anew(records, seeds)}{_noise(records)}"
+    )
+
+
+def _noise(records: Sequence[Record]) -> str:
+    """How much of the Hessian's ranking is one: heads that differ by less than their errors stand in any order."""
+    found = [r for r in records if r["criterion"] == "hessian" and r["scoring"]["signal"] is not None]
+    if not found:
+        return ""
+    shares = ", ".join(f"{r['scoring']['signal']:.0%}" for r in sorted(found, key=lambda r: r["seed"]))
+    return (
+        f" Of how the Hessian's scores of heads differ, {shares} (seed by seed) is not noise of its "
+        f"{found[0]['settings']['criterion']['probes']} probes."
     )
 
 
