@@ -209,7 +209,8 @@ def _dead_implants(page: Page) -> str:
         return ""
     rows = [row for row in record["rows"] if row["init"] == "zero"]
     counts = ["{zero} of {implants} in {network} ({zero_and_negative_bias})".format(**row) for row in rows]
-    zero, implants = (sum(row[key] for row in record["rows"] if row["init"] == "center") for key in ("zero", "implants"))
+    others = [row for row in record["rows"] if row["init"] == "center"]
+    zero, implants = (sum(row[key] for row in others) for key in ("zero", "implants"))
     return f"""Implants that start at zero, as in the public code, hardly train. After the last epoch these are still
 exactly zero, in brackets those of them before a BatchNorm whose bias is negative in the dense network:
 {"; ".join(counts)}.
