@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hap.errors import HapError
 from hap.examples import named_tensors
@@ -25,8 +24,6 @@ KINDS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
 """Layers with tensors of their own that a stack can hold."""
 TOLERANCE = 1e-3
 """How far a stack's logits may be from a model's, relative to its largest; kernels differ in rounding."""
-THIN = 8
-"""Convolutions of fewer input channels are not run in groups."""
 IMAGES = 8
 """How many images of noise a stack and its models are compared on."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,36 +45,12 @@ class Linears(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class ThinConvs(nn.Module):
-    """Several convolutions of few input channels as one, with zeros in place of what would mix the models.
-
-    Groups of a few channels have no fast kernel on a GPU, which makes a network's first layer its slowest.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, like: nn.Conv2d, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = torch.eye(self.width, device=x.device, dtype=self.weight.dtype)[:, None, :, None, None, None]
-        apart = self.weight.unflatten(0, (self.width, -1)).unsqueeze(2) * own
-        weight = apart.flatten(0, 1).flatten(1, 2)
-        return functional.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation)
-
-
 def stack(models: Sequence[nn.Module]) -> nn.Module:
     """One network of copies of the models' tensors. Its inputs and outputs are theirs along dimension 1."""
     width, made = len(models), copy.deepcopy(models[0])
     for name, module in list(made.named_modules()):
         members = [model.get_submodule(name) for model in models]
-        if isinstance(module, nn.Conv2d) and _is_thin(module):
-            module = ThinConvs(module, width)
-            made.set_submodule(name, module)
-        elif isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d):
             module.in_channels, module.out_channels = module.in_channels * width, module.out_channels * width
             module.groups *= width
         elif isinstance(module, nn.BatchNorm2d):
@@ -95,10 +68,6 @@ def stack(models: Sequence[nn.Module]) -> nn.Module:
             buffers = [member.get_buffer(key) for member in members]
             module.register_buffer(key, torch.cat(buffers) if buffer.ndim else torch.stack(buffers))
     return made
-
-
-def _is_thin(layer: nn.Conv2d) -> bool:
-    return layer.groups == 1 and layer.in_channels < THIN and layer.padding_mode == "zeros"
 
 
 class Stack(Update):
