@@ -26,6 +26,7 @@ from hap.parts import touched
 from hap.plans import Cut, Graft, Narrow, Plan, Widen
 from hap.telling import telling_weights
 from hap.turning import turned
+from hap.untold import telling_example
 from hap.zeros import Remembering, SkippingZeros, Sparse
 
 
@@ -367,8 +368,12 @@ LARGE = 1 << 14
 def verify_plan(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
 ) -> None:
-    """The check of apply_. With a classifier of zeros any two models agree: such weights get values, alike in both."""
+    """The check of apply_.
+
+    With a classifier of zeros any two models agree: such weights get values, alike in both. So do constant inputs.
+    """
     model, example = touched(model, example, [cut.name for cut in plan.cuts])
+    example = telling_example(model, example)
     if changed := telling_weights(model):
         model = variant(model, changed)
         shorter = cut_tensors(model, plan)

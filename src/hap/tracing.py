@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,10 +40,13 @@ from hap.groups import (
 )
 from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
-from hap.trials import Trial
+from hap.trials import Trial, tried
+from hap.untold import telling_example
 from hap.weights import View
 
 COUPLINGS = ("joint", "union")
+COUNTED = "the model's forward counts on its size"
+UNTOLD = "the example does not show how it is split into heads; trace with several different tokens"
 
 
 @left_for_later()
@@ -69,15 +74,28 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     groups = tracer.settle(describe(example), ignore, stream)
     counting = tracer.counting_attributes()
     repeats = find_repeats(tracer, groups, counting, shapes)
-    trial = Trial(model, example, groups, tracer.sized_classes(), counting, repeats, tracer.sliced_classes())
-    with closing(trial):
-        misfits = trial.misfits()
+    telling = telling_example(model, example)
+    sized, sliced = tracer.sized_classes(), tracer.sliced_classes()
+    trial, misfits, untold = tried(partial(Trial, model, telling, groups, sized, counting, repeats, sliced))
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
-    if not misfits and not groups.padded:
+    if untold:
+        _warn_of(untold)
+    if not misfits and not untold and not groups.padded:
         return replace(groups, lengths=(*groups.lengths, *trial.found))
     tracer.lengths += trial.found
-    return tracer.without(groups, misfits, model, example, shapes) if misfits or trial.found else groups
+    reasons = dict.fromkeys(misfits, COUNTED) | dict.fromkeys(untold, UNTOLD)
+    return tracer.without(groups, reasons, model, telling, shapes) if reasons or trial.found else groups
+
+
+def _warn_of(names: Sequence[str]) -> None:
+    those = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    warnings.warn(
+        f"the example does not show how {those} {'is' if len(names) == 1 else 'are'} split into heads: any "
+        "split would do on one token, or on tokens that are all alike. So zeros stand in for the heads that go, or "
+        "none go. Trace with several different tokens to remove them whole",
+        stacklevel=6,
+    )
 
 
 def _alike(grid: Ints, dims: list[int]) -> bool:
@@ -373,21 +391,23 @@ class Tracer:
                 yield Product(root[labels.flatten().numpy()], node.meta["val"].numel() // labels.numel())
 
     def without(
-        self, groups: Groups, misfits: Sequence[str], model: nn.Module, example: Any, shapes: Mapping[str, int]
+        self, groups: Groups, misfits: Mapping[str, str], model: nn.Module, example: Any, shapes: Mapping[str, int]
     ) -> Groups:
-        """The groups without those that a forward does not do without. Of heads, zeros stand in for those that go."""
-        why = "the model's forward counts on its size"
+        """The groups without those that a forward does not do without, for a reason.
+
+        Of heads, zeros stand in for those that go.
+        """
         whole = [n for n in misfits if n in heads(groups) and groups.padded.isdisjoint(groups[n].classes.tolist())]
-        for name in misfits:
+        for name, why in misfits.items():
             (self.hold if name in whole else self.freeze)(groups[name].classes, name, why)
         found = self.finish(groups.example)
-        if tried := [n for n in whole if n in found]:
+        if among := [n for n in whole if n in found]:
             repeats = find_repeats(self, found, [], shapes)
             trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
             with closing(trial):
-                wrong = trial.unfit(tried)
+                wrong = trial.unfit(among)
             for name in wrong:
-                self.freeze(found[name].classes, name, why)
+                self.freeze(found[name].classes, name, COUNTED)
             found = self.finish(groups.example) if wrong else found
         return found
 

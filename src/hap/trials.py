@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hap.blocks import heads
 from hap.capturing import Asked, exporting, modules_in
 from hap.comparing import in_float64
 from hap.cost import CostModel
@@ -25,6 +28,7 @@ from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, without
 from hap.surgery import Listener, check_by_running, variant
 from hap.telling import telling_weights
+from hap.untold import Rows, untold
 from hap.watching import Reads
 
 Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
@@ -45,6 +49,10 @@ MOST_CHOICES = 32
 
 MOST_BLAMED = 4
 """How often modules that fail are left out before groups are tried kind by kind."""
+
+
+LOUDNESS = (1.0, 1e3)
+"""How many times larger the weights of heads get, one after the other, until an example tells heads apart."""
 
 
 GROSS = 0.1
@@ -83,15 +91,16 @@ class Trial:
 
     A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute of the
     module such as `num_heads`; running it does. `candidates` are such attributes, and `found` those that had to follow.
+    The weights of groups that are `loud` are tried that many times larger.
     """
 
     def __init__(
         self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length],
-        repeats: Repeats = NONE, sliced: Ints = NOTHING,
+        repeats: Repeats = NONE, sliced: Ints = NOTHING, loud: Mapping[str, float] = MappingProxyType({}),
     ):  # fmt: skip
         model, example = touched(model, example, [name for (name, _), classes in groups.axes.items() if classes.any()])
         self.example, self.groups = example, without(groups, repeats)
-        self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced)
+        self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced, loud=loud)
         self.repeats, self.attributes = repeats, candidates
         self.cost = CostModel(self.groups)
         self.further: list[Trial] = []
@@ -99,7 +108,7 @@ class Trial:
         self.watched: set[str] = set()
         asked = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
         self.candidates = [x for x in asked if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
-        self.model = self._prepared(model)
+        self.model = self._prepared(model, loud)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
         self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups, self._heavy())
         self.able = [n for n in self.groups if self.removals[0][1][n]]
@@ -113,6 +122,8 @@ class Trial:
         self.asked = Asked()
         self.ends: dict[tuple[int, frozenset[str]], list[End]] = {}
         self.failed: str | None = None
+        self.pruned: tuple[nn.Module, Plan, Any] | None = None
+        self.instead: Trial | None = None
         self.ran = False
 
     def _heavy(self) -> bool:
@@ -120,13 +131,13 @@ class Trial:
         written = self.cost(everything, np.zeros_like(everything)).activations
         return written > HEAVY_MODEL and self.groups.units > HEAVY_UNITS
 
-    def _prepared(self, model: nn.Module) -> nn.Module:
+    def _prepared(self, model: nn.Module, loud: Mapping[str, float]) -> nn.Module:
         """The model that is tried: without the blocks that repeat others, and with watched attributes.
 
         One that cannot be copied is left as it is: every trial of it fails on that again.
         """
         try:
-            model = _telling(model, self.groups)
+            model = _telling(model, self.groups, loud)
             made = variant(model, {}) if self.repeats.blocks or self.candidates else model
             if made is not model:
                 self._watch(made, Reads(made))
@@ -161,6 +172,9 @@ class Trial:
     def _spanned(self, name: str) -> bool:
         return not self.groups.spanned.isdisjoint(self._reach(name).tolist())
 
+    def _padded(self, name: str) -> bool:
+        return not self.groups.padded.isdisjoint(self._reach(name).tolist())
+
     def misfits(self) -> list[str]:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`."""
         misfits = self._misfits()
@@ -169,6 +183,7 @@ class Trial:
         self.found = self.repeats.lengths_like(self.found, self.attributes)
         if (whole := self._contrary(misfits)) is not None:
             misfits, self.found, self.ran = whole.misfits(), whole.found, whole.ran
+            self.instead = whole
         return misfits
 
     def _contrary(self, misfits: list[str]) -> Trial | None:
@@ -217,6 +232,28 @@ class Trial:
             self._cut_short(together, self.found)
             able = self._fitting(able)
         return doubtful
+
+    def untold(self, misfits: Sequence[str]) -> list[str]:
+        """The groups of heads, besides these, that the example tells too little of: any split into heads would fit."""
+        if self.instead is not None:
+            return self.instead.untold(misfits)
+        names = [n for n in heads(self.groups) if n in self.able and n not in misfits and not self._padded(n)]
+        if self.pruned is None or not names:
+            return []
+        pruned, plan, example = self.pruned
+        kept = {(cut.name, cut.dim): np.array(cut.keep) for cut in plan.cuts}
+        return self.repeats.like(untold(pruned, example, {n: self._rows(n, kept) for n in names}))
+
+    def _rows(self, name: str, kept: Mapping[tuple[str, int], Ints]) -> list[Rows]:
+        """What computes or reads units of a group, in a model that has this left of its weights."""
+        group = self.groups[name]
+        axes = [(p.weight, p.dim) for p in group.producers] + [*group.consumers]
+        found = []
+        for weight, dim in axes:
+            classes = self.groups.axes[weight, dim]
+            own = np.isin(classes[kept.get((weight, dim), slice(None))], group.classes)
+            found.append((weight, dim, torch.from_numpy(np.flatnonzero(own))))
+        return found
 
     def _following_in_export(self, misfits: list[str]) -> list[Length]:
         """Further attributes that have to follow where the model is exported.
@@ -389,11 +426,17 @@ class Trial:
                              for side, spread in ((fewer, more), (more, more), (more, fewer)))  # fmt: skip
         fits, failed = True, None
         calls = Calls({x.module for x in following.values()})
+        copies: list[nn.Module] = []
+
+        def listen(model: nn.Module) -> None:
+            calls.listen_(model)
+            copies.append(model)
+
         if self.reads is not None:
             self.reads.forget(self.watched)
         try:
             tried = replace(drafted(plan), exact=True)
-            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), calls.listen_)
+            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), listen)
             if spanned and key not in self.spread:
                 self._run(replace(drafted(other), exact=False), None, self.wanted[key])
                 self.spread.add(key)
@@ -401,6 +444,7 @@ class Trial:
             fits, failed = False, _failing_module(error)
         else:
             self.ran = True
+            self.pruned = copies[0], tried, self.example
             self.calls = (frozenset(cut), frozenset(following), calls)
             self._be_precise(self.wanted[key])
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
@@ -420,22 +464,40 @@ class Trial:
             return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS, listen=listen)
 
 
+def tried(trial_with: Callable[[Mapping[str, float]], Trial]) -> tuple[Trial, list[str], list[str]]:
+    """A trial, the groups that do not fit, and those of heads that it could not tell apart.
+
+    What an untrained model hands on may come to so little that attention looks at all alike: then such heads are tried
+    again with larger weights.
+    """
+    untold: list[str] = []
+    loud: dict[str, float] = {}
+    for loudness in LOUDNESS:
+        loud = dict.fromkeys(untold, loudness)
+        with closing(trial_with(loud)) as trial:
+            misfits = trial.misfits()
+            untold = [*trial.untold(misfits), *(n for n in misfits if n in loud)]
+        if not untold:
+            break
+    return trial, [n for n in misfits if n not in untold], untold
+
+
 def _follows_anyway(module: nn.Module, attribute: str) -> bool:
     """Whether apply_ makes this attribute agree with the module's weight in any case."""
     norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None
     return norm and attribute == "normalized_shape"
 
 
-def _telling(model: nn.Module, groups: Groups) -> nn.Module:
+def _telling(model: nn.Module, groups: Groups, loud: Mapping[str, float]) -> nn.Module:
     """The model with random weights where activations are multiplied, as in attention; all else is shared.
 
     Those of an untrained model may be so small that every head looks at all alike, and heads of a wrong width would do.
     Weights that are next to nothing hide what comes before them, such as a classifier that begins with zeros or the
-    scale of a branch; these are random too.
+    scale of a branch; these are random too. `loud` says of which groups the weights are so many times larger.
     """
     multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
     among = [g for g in groups.values() if np.isin(g.classes, multiplied).any()]
-    changed = telling_weights(model, {p.weight: 2.0 for g in among for p in g.producers})
+    changed = telling_weights(model, {p.weight: 2.0 * loud.get(g.name, 1.0) for g in among for p in g.producers})
     return variant(model, changed) if changed else model
 
 

@@ -1,0 +1,125 @@
+"""What an example does not tell: constant inputs, and heads of which it shows nothing.
+
+Attention over tokens that are all alike, or over one token, returns the same however its rows are split into heads. A
+model that splits them in a wrong way would then pass every comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hap.comparing import difference, in_float64
+from hap.examples import call_arguments, call_with, evaluating, plain, run
+
+SILENT = 1e-6
+"""Rows of weights with so many times less to say than others of the same heads may say nothing."""
+SAME = dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), 1e-5)
+"""How far outputs may be off, relative to the largest, if such rows say nothing."""
+
+Rows = tuple[str, int, Tensor]
+"""A weight, one of its axes, and some indices of that."""
+
+
+# ---- examples -----------------------------------------------------------------------------------------------
+
+
+def telling_example(model: nn.Module, example: Any) -> Any:
+    """The example with noise in place of every real tensor that is constant, if the model's outputs are finite then.
+
+    The noise is the same at every call, and of the sign of the constant. Tensors without such a stand-in are passed on.
+    """
+    leaves, structure = pytree.tree_flatten(plain(example))
+    random = torch.Generator().manual_seed(0)
+    for place in [i for i, x in enumerate(leaves) if _constant(x)]:
+        noisy = [*leaves]
+        noisy[place] = _noise_like(leaves[place], random)
+        leaves = noisy if _finite(model, pytree.tree_unflatten(noisy, structure)) else leaves
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _constant(x: Any) -> bool:
+    several = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1
+    return several and bool((x == x.flatten()[0]).all())
+
+
+def _noise_like(x: Tensor, random: torch.Generator) -> Tensor:
+    value = float(x.flatten()[0])
+    noise = value * (0.5 + torch.rand(x.shape, generator=random)) if value else torch.randn(x.shape, generator=random)
+    return noise.to(x)
+
+
+def _finite(model: nn.Module, example: Any) -> bool:
+    try:
+        return all(bool(x.isfinite().all()) for x in _real(run(model, example)))
+    except Exception:  # a forward may refuse values for whatever reason
+        return False
+
+
+def _real(outputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+# ---- heads --------------------------------------------------------------------------------------------------
+
+
+def untold(model: nn.Module, example: Any, groups: Mapping[str, list[Rows]]) -> list[str]:
+    """Which groups of heads have rows of weights that might be anything: the outputs would be the same.
+
+    `groups` holds the rows that compute heads and those that read them. Gradients tell which may say nothing, and other
+    values in their place whether that is so. A model without gradients tells nothing, and none are named.
+    """
+    try:
+        model, example = in_float64(model, example)
+        silent = _silent_rows(model, example, groups)
+        wanted = pytree.tree_leaves(run(model, example)) if silent else []
+        return [name for name, rows in silent.items() if _idle(model, example, rows, wanted)]
+    except Exception:  # double precision, or derivatives, are more than some models can do
+        return []
+
+
+def _silent_rows(model: nn.Module, example: Any, groups: Mapping[str, list[Rows]]) -> dict[str, list[Rows]]:
+    """Rows with next to nothing to say beside the loudest of their group. Groups without any are left out.
+
+    What a row has to say is how fast outputs change as it grows by a share of its length.
+    """
+    names = {weight for rows in groups.values() for weight, _, _ in rows}
+    tensors = {n: p.detach().requires_grad_() for n, p in model.named_parameters(remove_duplicate=False) if n in names}
+    args, kwargs = call_arguments(example)
+    random = torch.Generator().manual_seed(0)
+    with evaluating(model), torch.enable_grad():
+        outputs = [x for x in _real(call_with(model, tensors, args, kwargs)) if x.requires_grad]
+        total = sum((x * torch.randn(x.shape, generator=random).to(x)).sum() for x in outputs)
+        found = torch.autograd.grad(total, [*tensors.values()], allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+    changes = {n: (tensors[n].detach(), gradient) for n, gradient in zip(tensors, found, strict=True)}
+    return {name: silent for name, rows in groups.items() if (silent := [*_quiet(changes, rows)])}
+
+
+def _quiet(changes: Mapping[str, tuple[Tensor, Tensor]], rows: list[Rows]) -> Iterator[Rows]:
+    norms = [[x.movedim(dim, 0)[index].flatten(1).norm(dim=1) for x in changes[name]] for name, dim, index in rows]
+    sizes = [length * gradient for length, gradient in norms]
+    most = max((float(size.max()) for size in sizes if len(size)), default=0.0)
+    for (weight, dim, index), size in zip(rows, sizes, strict=True):
+        if len(quiet := index[(size <= SILENT * most).cpu()]):
+            yield weight, dim, quiet
+
+
+def _idle(model: nn.Module, example: Any, rows: list[Rows], wanted: list[Any]) -> bool:
+    """Whether the outputs stay the same with other values in these rows."""
+    random = torch.Generator().manual_seed(0)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    changed: dict[str, Tensor] = {}
+    for weight, dim, index in rows:
+        tensor = changed.get(weight, own[weight].detach().clone())
+        place = index.to(tensor.device)
+        some = tensor.index_select(dim, place)
+        drawn = torch.randn(some.shape, generator=random).to(some) * tensor.std()
+        changed[weight] = tensor.index_copy(dim, place, drawn)
+    args, kwargs = call_arguments(example)
+    with evaluating(model), torch.no_grad():
+        seen = pytree.tree_leaves(call_with(model, changed, args, kwargs))
+    return difference(wanted, seen, tolerance=SAME) is None
