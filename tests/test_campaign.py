@@ -232,8 +232,8 @@ def test_the_papers_jobs_have_distinct_names_and_start_from_jobs_that_exist() ->
 
 @pytest.mark.parametrize(
     ("target", "rows", "runs"),
-    [("resnet56", 26, 44), ("rankings", 16, 26), ("ablation", 19, 23), ("implants", 12, 22), ("vgg16", 3, 9),
-     ("preresnet29", 1, 3), ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 22)],
+    [("resnet56", 28, 44), ("rankings", 18, 26), ("ablation", 19, 23), ("implants", 12, 22), ("vgg16", 6, 12),
+     ("preresnet29", 2, 4), ("best", 9, 19), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 22)],
 )  # fmt: skip
 def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -> None:
     jobs = [j for j in cifar10_jobs() if target in j.targets]
@@ -243,8 +243,10 @@ def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -
 
 def test_the_telling_jobs_come_first() -> None:
     names = [j.name for j in cifar10_jobs()]
-    order = ["resnet56-paper-hap-per-cost-38.74-seed2", "resnet56-paper-hap-3-probes-38.74-seed0",
-             "resnet56-paper-hap-38.74-seed0", "vgg16-dense-paper-seed0", "vgg16-paper-hap-7.5-seed2",
+    order = ["resnet56-paper-hap-per-cost-10000-images-38.74-seed2", "resnet56-paper-hap-38.74-seed0",
+             "resnet56-paper-hap-3-probes-38.74-seed0", "resnet56-paper-hap-38.74-seed2",
+             "vgg16-dense-paper-seed0", "vgg16-paper-hap-per-cost-10000-images-7.5-seed2",
+             "vgg16-paper-hap-7.5-seed0",
              "preresnet29-paper-hap-31.0-seed0", "resnet56-best-implant-53.0-seed0",
              "resnet56-paper-magnitude-38.74-seed0", "vgg16-best-implant-40.0-seed0",
              "wideresnet32-short-bn-scale-18.0-seed0", "wideresnet32-short-eigendamage-50.0-seed0"]  # fmt: skip
@@ -303,8 +305,8 @@ def test_status_lists_the_jobs_in_order_with_their_state_and_cost(tmp_path: Path
     found = CliRunner().invoke(app, ["reproduce", "vgg16", "--status", *places])
     lines = [line.split() for line in found.output.splitlines() if line.strip().startswith("vgg16")]
     assert lines[0] == ["vgg16-dense-paper-seed0", "ready", "498"]
-    assert lines[3] == ["vgg16-paper-hap-29.7-seed0", "waiting", "399"]
-    assert "0 of 12 networks trained" in found.output
+    assert lines[3] == ["vgg16-paper-hap-per-cost-10000-images-29.7-seed0", "waiting", "399"]
+    assert "0 of 15 networks trained" in found.output
     looks = CliRunner().invoke(app, ["reproduce", "sensitivity", *places])
     assert ["sensitivity-probes", "waiting", "-"] in [line.split() for line in looks.output.splitlines()]
 
