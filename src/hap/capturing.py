@@ -21,6 +21,7 @@ from hap.entries import Arguments, recording
 from hap.errors import CaptureError, HapError
 from hap.examples import call_arguments, evaluating, run
 from hap.repeats import noting_shapes
+from hap.returned import returning_what_is_known
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def captured(model: nn.Module, example: Any, known: SizesKnown | None = None) ->
 def export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: SizesKnown
 ) -> torch.export.ExportedProgram:
-    """torch.export in eval mode, which is stopped as soon as a size is not known."""
-    with evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()):  # it prints half a graph
+    """torch.export in eval mode, which is stopped as soon as a size is not known. It prints half a graph then."""
+    with evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()), returning_what_is_known(model):
         return torch.export.export(model, args, kwargs, strict=False)
 
 

@@ -20,6 +20,7 @@ from hap.errors import HapError
 from hap.examples import call_arguments, evaluating, plain
 from hap.files import write_atomic
 from hap.folding import fold_batchnorms
+from hap.returned import returning_what_is_known
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 TYPE_AS = torch.ops.aten.type_as.default
@@ -71,7 +72,8 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
     shapes: Any = _free((args, kwargs), axes) if axes else None
     with evaluating(model), torch.no_grad():
         try:
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            with returning_what_is_known(model):
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise HapError(_refusal(model, error, axes)) from error
         folded = fold_batchnorms(program.module(check_guards=False))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hap.comparing import difference, in_float64
 from hap.examples import call_arguments, call_with, evaluating, plain, run
+from hap.returned import known
 
 SILENT = 1e-6
 """Rows of weights with so many times less to say than others of the same heads may say nothing."""
@@ -61,7 +62,7 @@ def _finite(model: nn.Module, example: Any) -> bool:
 
 
 def _real(outputs: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in pytree.tree_leaves(known(outputs)) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 # ---- heads --------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def untold(model: nn.Module, example: Any, groups: Mapping[str, list[Rows]]) -> 
     try:
         model, example = in_float64(model, example)
         silent = _silent_rows(model, example, groups)
-        wanted = pytree.tree_leaves(run(model, example)) if silent else []
+        wanted = pytree.tree_leaves(known(run(model, example))) if silent else []
         return [name for name, rows in silent.items() if _idle(model, example, rows, wanted)]
     except Exception:  # double precision, or derivatives, are more than some models can do
         return []
@@ -121,5 +122,5 @@ def _idle(model: nn.Module, example: Any, rows: list[Rows], wanted: list[Any]) -
         changed[weight] = tensor.index_copy(dim, place, drawn)
     args, kwargs = call_arguments(example)
     with evaluating(model), torch.no_grad():
-        seen = pytree.tree_leaves(call_with(model, changed, args, kwargs))
+        seen = pytree.tree_leaves(known(call_with(model, changed, args, kwargs)))
     return difference(wanted, seen, tolerance=SAME) is None

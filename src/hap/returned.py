@@ -1,0 +1,54 @@
+"""What models return, as far as a graph can: tensors and plain values, in containers that torch knows.
+
+A decoder returns its cache of keys and values, an object that torch.export cannot look into. Nobody compares such
+objects, and what is in them changes with the heads: they are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hap.errors import HapError
+
+PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+def known(output: Any) -> Any:
+    """What a model returned, with None for objects that are no tensors. Mappings and dataclasses are dicts."""
+    return pytree.tree_map(_known, output)
+
+
+def _known(x: Any) -> Any:
+    if isinstance(x, PLAIN):
+        return x
+    if isinstance(x, Mapping):
+        return known(dict(x))
+    if is_dataclass(x) and not isinstance(x, type):
+        return known({field.name: getattr(x, field.name, None) for field in fields(x)})
+    return None
+
+
+@contextmanager
+def returning_what_is_known(model: nn.Module) -> Iterator[None]:
+    """Inside, the model returns no more than that. HapError, while it runs: there is no tensor in it."""
+
+    def leave_out(module: nn.Module, args: Any, output: Any) -> Any:
+        found = known(output)
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(found)):
+            raise HapError(
+                f"{type(module).__name__} returns a {type(output).__name__}, in which no tensor is found; expected "
+                "tensors, or tuples, lists, dicts or dataclasses of them"
+            )
+        return found
+
+    handle = model.register_forward_hook(leave_out)
+    try:
+        yield
+    finally:
+        handle.remove()
