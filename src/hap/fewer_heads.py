@@ -15,8 +15,6 @@ class FewerHeads(nn.MultiheadAttention):
     @staticmethod
     def take_over(module: nn.MultiheadAttention) -> None:
         """Give a module that lost heads a forward that works without them. Fused kernels count on all heads."""
-        if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("attention with an added key keeps its heads")
         module.__class__ = FewerHeads
         module.embed_dim = len(module.out_proj.weight)
         module._qkv_same_embed_dim = False
@@ -29,10 +27,11 @@ class FewerHeads(nn.MultiheadAttention):
         query, key, value = (
             x.unsqueeze(0) if not batched else x.transpose(0, 1) if swap else x for x in (query, key, value)
         )
-        q, k, v = (
-            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in self._projected(query, key, value)
-        )
+        rows = self._with_added_keys(*self._projected(query, key, value))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in rows)
         mask = _merged(attn_mask, key_padding_mask, q)
+        if mask is not None and k.shape[2] > mask.shape[-1]:
+            mask = functional.pad(mask, (0, k.shape[2] - mask.shape[-1]))
         weights = None
         if need_weights:
             scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
@@ -52,6 +51,14 @@ class FewerHeads(nn.MultiheadAttention):
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+
+    def _with_added_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values with a learned one behind them, and one of zeros, if the module has such."""
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (torch.cat([x, bias.expand(len(x), 1, -1)], 1) for x, bias in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return q, k, v
 
 
 def _merged(mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:

@@ -30,6 +30,12 @@ MOVING = _names("""
 """Make a view of a parameter that has parts of its axes, in some order."""
 
 EXPANDING = _names("broadcast_to expand expand_as")
+FILLED = _names("full full_like new_full new_ones new_zeros ones ones_like zeros zeros_like")
+"""Make tensors of one value."""
+COPYING = _names("cat concat repeat repeat_interleave roll stack tile")
+"""Those that move elements to where the source is not: what is written there later does not change it."""
+SAME_ORDER = _names("flatten reshape squeeze unflatten _unsafe_view unsqueeze view view_as reshape_as")
+"""Give the same elements, in the same order, another shape."""
 UNCHANGED = _names("alias clone contiguous detach to _to_copy")
 
 PARTS = _names("chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes")

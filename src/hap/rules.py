@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from hap import weights
 from hap.cost import Counter
+from hap.extents import extent
 from hap.groups import Ints, Product, Site
 from hap.operators import (
     AVERAGES,
     CONVOLUTIONS,
-    EXPANDING,
     KEEP_ZERO,
     PADDING,
     PARTS,
@@ -38,7 +38,6 @@ from hap.operators import (
     STRUCTURAL,
     SUMS,
     TRANSPOSED,
-    UNCHANGED,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -129,27 +128,6 @@ def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(s) for s in node.meta["val"].shape)
-
-
-def extent(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a tensor, with 1 for axes along which it is merely expanded: it has no say there."""
-    probe = _probe(node)
-    return tuple(size if probe.stride(d) else 1 for d, size in enumerate(probe.shape))
-
-
-def _probe(node: fx.Node) -> Tensor:
-    """A tensor without data that has a stride of zero wherever the node's is the same all along an axis."""
-    name, source = short_name(node) if node.op == "call_function" else "", node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor) and name in STRUCTURAL | UNCHANGED:
-        probe = _probe(source)
-        if name in UNCHANGED:
-            return probe
-        if name in EXPANDING or 0 in probe.stride():
-            args, kwargs = fx.map_arg((node.args[1:], node.kwargs), lambda a: a.meta["val"].to("meta"))
-            result = node.target(probe, *args, **kwargs)  # type: ignore[operator]
-            if isinstance(result, Tensor):
-                return result
-    return torch.empty(shape_of(node), device="meta")
 
 
 def varies(labels: Tensor) -> bool:
@@ -302,7 +280,8 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         channels = along(tracer, node.args[0], 1)  # type: ignore[arg-type]
         tracer.shaped.append((tracer.module(node), torch.from_numpy(channels).view(int(node.args[1]), -1), None))  # type: ignore[arg-type]
     try:
-        result = _on_labels(tracer, node)
+        row = side_by_side(tracer, node)
+        result = _on_labels(tracer, node) if row is None else row
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(tracer, node, "an operator that cannot run on labels")
     result = [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
@@ -318,6 +297,26 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
             tracer.join(part.numpy(), result[0].numpy())
     tracer.shaped += [(tracer.module(node), part, i) for i, part in enumerate(result)]
     return result
+
+
+def side_by_side(tracer: Tracer, node: fx.Node) -> Tensor | None:
+    """The labels of tensors in a row along an axis that nobody cuts, such as tokens: they go together, index by index.
+
+    Those that are alike for all that goes, such as a key of zeros, have no say. None: it is not as simple as that.
+    """
+    if short_name(node) not in ("cat", "concat"):
+        return None
+    given = arguments(node)
+    labels = {a: tracer.labels(a) for a in given["tensors"]}
+    cut = [x for x in labels.values() if varies(x)]
+    if len({x.shape for x in cut}) != 1 or cut[0].numel() == 1 or cut[0].shape[given["dim"]] > 1:
+        return None
+    others = [extent(a) for a, x in labels.items() if not varies(x)]
+    if any(len(e) != cut[0].ndim or _has_say(cut[0], e) for e in others):
+        return None
+    for x in cut[1:]:
+        tracer.join(cut[0].numpy(), x.numpy())
+    return cut[0]
 
 
 def _takes_the_rest(node: fx.Node, result: Any) -> bool:

@@ -23,6 +23,7 @@ from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
 from hap.errors import HapError
 from hap.examples import describe, named_tensors
+from hap.extents import note_given
 from hap.garbage import left_for_later
 from hap.groups import (
     Frozen,
@@ -291,6 +292,7 @@ class Tracer:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, inputs[node.name])
+            note_given(node, node not in self.parameters if node.op == "placeholder" else None)
         self.views = weights.find_views(self, self.program.graph)
         for node in self.program.graph.nodes:
             if node.op == "placeholder" or node in self.views:  # a layer asks for views when it gets there
