@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
 from hap import trials
 from hap.capturing import Asked, exporting
 from hap.groups import Length
-from hap.missing import Calls
+from hap.missing import Calls, Without
 from test_trials import Heads, Hidden, counting, example, followers
 
 NO_CLASSES = torch.zeros(0, dtype=torch.int64).numpy()
@@ -42,22 +43,87 @@ def called(module: Sizes) -> Calls:
 
 @pytest.mark.parametrize(("attribute", "entry"), [("pairs", 0), ("unrelated", 0), ("shape", 0), ("shape", 1)])
 def test_what_changes_nothing_is_not_missed(attribute: str, entry: int) -> None:
-    assert not called(Sizes()).missed(Length("0", attribute, NO_CLASSES, entry=entry), Sizes())
+    found = called(Sizes()).without(Length("0", attribute, NO_CLASSES, entry=entry), Sizes())
+    assert found is Without.SAME
 
 
-def test_an_attribute_is_missed_if_the_module_returns_something_else_or_fails() -> None:
+def test_a_module_returns_something_else_or_fails_without_an_attribute() -> None:
     dense = Sizes()
     dense.pairs, dense.shape = 1, (3, 3)
     calls = called(Sizes())
-    assert calls.missed(Length("0", "pairs", NO_CLASSES), dense)  # another length
-    assert calls.missed(Length("0", "shape", NO_CLASSES), dense)  # four values are no three rows
+    assert calls.without(Length("0", "pairs", NO_CLASSES), dense) is Without.DIFFERS  # another length
+    assert calls.without(Length("0", "shape", NO_CLASSES), dense) is Without.FAILS  # four values are no three rows
     assert calls.found["0"].module.shape == (2, 2)  # as it was
 
 
 def test_a_module_that_writes_to_what_it_is_given_is_not_asked() -> None:
     dense = Sizes()
     dense.pairs = 1
-    assert not called(Sizes(writes=True)).missed(Length("0", "pairs", NO_CLASSES), dense)
+    assert called(Sizes(writes=True)).without(Length("0", "pairs", NO_CLASSES), dense) is Without.UNKNOWN
+
+
+class Windowed(Heads):
+    """Sees the last few tokens, `window` of them: by chance as many as there are heads."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.window = 6
+
+    def forward(self, x: Tensor, memory: list[Tensor] | None = None) -> Tensor:
+        return super().forward(x) + self.seen(x if memory is None else memory[0])
+
+    def seen(self, x: Tensor) -> Tensor:
+        return x[:, -self.window :].mean(1, keepdim=True)
+
+
+class Remembering(Windowed):
+    def forward(self, x: Tensor, memory: list[Tensor] | None = None) -> Tensor:
+        assert memory is not None
+        memory[0] = torch.cat([memory[0], x], 1)
+        return super().forward(x, memory)
+
+
+class Counting(Windowed):
+    def forward(self, x: Tensor, memory: list[Tensor] | None = None) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * self.calls
+
+
+class Lent(Windowed):
+    lent: Tensor | None = None
+
+    def forward(self, x: Tensor, memory: list[Tensor] | None = None) -> Tensor:
+        assert self.lent is not None
+        return super().forward(x) + self.lent
+
+
+class Sideline(Windowed):
+    """Its second output is not asked for when the model is traced."""
+
+    def forward(self, x: Tensor, memory: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return Heads.forward(self, x), x * self.window
+
+
+class Caller(nn.Module):
+    def __init__(self, kind: type[Windowed]) -> None:
+        super().__init__()
+        self.inner, self.last = kind(), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor, both: bool = False) -> Any:
+        self.inner.calls = 0
+        self.inner.lent = x
+        found = self.inner(x, [x])
+        self.inner.lent = None
+        first, second = found if isinstance(found, tuple) else (found, None)
+        return (self.last(first), second) if both else self.last(first)
+
+
+@pytest.mark.parametrize("kind", [Windowed, Remembering, Counting, Lent, Sideline])
+def test_a_number_that_is_alike_by_chance_does_not_follow(kind: type[Windowed]) -> None:
+    """Whatever a module does when it is called by itself. Two tokens do not show the window, longer inputs do."""
+    torch.manual_seed(0)
+    model = Caller(kind).double()
+    assert followers(hap.trace(model, torch.randn(3, 2, 24).double())) == {("inner", "heads")}
 
 
 def test_modules_that_miss_an_attribute_spare_a_run_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +149,24 @@ class Deaf(Asking):
     asks = False
 
 
-@pytest.mark.parametrize(("kind", "more"), [(Asking, {("0", "unrelated")}), (Deaf, set())])
+class Choosing(Asking):
+    """Asks in a way that no truth value is asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (Heads.forward, Asking.forward)[torch.compiler.is_exporting()](self, x)
+
+
+class Passing(Asking):
+    """Hands the answer on to something that takes nothing but a bool."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        F.scaled_dot_product_attention(x, x, x, is_causal=torch.compiler.is_exporting())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [*((k, {("0", "unrelated")}) for k in (Asking, Choosing, Passing)), (Deaf, set())]
+)
 def test_the_way_of_export_is_tried_if_the_model_asks(kind: type[Heads], more: set[Any], monkeypatch: Any) -> None:
     model = nn.Sequential(kind(6), Hidden(), nn.Linear(24, 5)).double()
     ways = counting(monkeypatch, trials.Trial, "_fits_in_export")

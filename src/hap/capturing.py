@@ -72,7 +72,7 @@ def export(
 
 
 @contextmanager
-def exporting(flag: int = True) -> Iterator[None]:
+def exporting(flag: object = True) -> Iterator[None]:
     """Inside, torch says that it exports, and models run as they do when they are captured."""
     flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
     try:
@@ -84,15 +84,34 @@ def exporting(flag: int = True) -> Iterator[None]:
             setattr(torch.compiler, name, before)
 
 
-class Asked(int):
-    """Says `exporting` that torch does not, and notes if a model wants to know. One that does not goes one way only."""
+class Asked:
+    """Says `exporting` that torch does not, and notes if a model wants to know. One that does not goes one way only.
 
-    heard = False
+    `known`: a model ran with it, so that `heard` tells.
+    """
 
-    def __bool__(self) -> bool:
-        caller = sys._getframe(1).f_globals.get("__name__")
+    def __init__(self) -> None:
+        self.heard = self.known = False
+
+    def _hear(self) -> bool:
+        caller = sys._getframe(2).f_globals.get("__name__")
         self.heard = self.heard or caller != nn.Module.__module__  # which asks for hooks, and calls them either way
         return False
+
+    def __bool__(self) -> bool:
+        return self._hear()
+
+    def __index__(self) -> int:
+        return int(self._hear())
+
+    def __eq__(self, other: object) -> bool:
+        return self._hear() == other
+
+    def __hash__(self) -> int:
+        return hash(self._hear())
+
+    def __str__(self) -> str:
+        return str(self._hear())
 
 
 class SizesKnown(TorchFunctionMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,14 +21,42 @@ from hap.groups import Length
 from hap.zeros import NoEmptyHeads
 
 
+class Without(Enum):
+    """What becomes of a module if an attribute does not follow."""
+
+    FAILS = "it fails, and so does its model"
+    DIFFERS = "it returns something else, which its model may or may not make use of"
+    SAME = "it returns the same"
+    UNKNOWN = "called again, it does not return the same anyway"
+
+
 @dataclass
 class Call:
-    """What a module was called with, and what it returned. `versions` tell if that was written to since."""
+    """What a module was called with, and what it returned. `versions` tell if that was written to since, `steady`
+    whether it returns the same when it is called again, once that was tried."""
 
     module: nn.Module
     given: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[int]
     returned: Any = None
+    steady: bool | None = None
+
+    def again(self) -> Any:
+        args, kwargs = self.given
+        with evaluating(self.module), torch.no_grad(), NoEmptyHeads():
+            return self.module(*args, **kwargs)
+
+    def is_returned(self, found: Any) -> bool:
+        return difference(pytree.tree_leaves(self.returned), pytree.tree_leaves(found)) is None
+
+    def is_steady(self) -> bool:
+        """Not with a state, such as a cache that grows, nor with one that its model gives it for the call."""
+        if self.steady is None:
+            try:
+                self.steady = self.is_returned(self.again())
+            except Exception:
+                self.steady = False
+        return self.steady
 
 
 class Calls:
@@ -38,7 +67,8 @@ class Calls:
         self.found: dict[str, Call] = {}
 
     def listen_(self, model: nn.Module) -> None:
-        """To this copy, which nobody else uses."""
+        """To this copy, which nobody else uses, and to none that was listened to before."""
+        self.found.clear()
         for name in self.names:
             model.get_submodule(name).register_forward_pre_hook(self._enter(name), with_kwargs=True)
             model.get_submodule(name).register_forward_hook(self._leave(name))
@@ -58,25 +88,21 @@ class Calls:
 
         return leave
 
-    def missed(self, length: Length, dense: Any) -> bool:
-        """Whether the module returns something else, or fails, with the attribute as it is in the `dense` module.
-
-        False, if that is not known.
-        """
+    def without(self, length: Length, dense: Any) -> Without:
+        """What becomes of the module with the attribute as it is in the `dense` module."""
         call = self.found.get(length.module)
-        if call is None or call.returned is None or _versions((call.given, call.returned)) != call.versions:
-            return False
+        if call is None or call.returned is None or not call.is_steady():
+            return Without.UNKNOWN
+        if _versions((call.given, call.returned)) != call.versions:
+            return Without.UNKNOWN
         followed = getattr(call.module, length.attribute)
         setattr(call.module, length.attribute, _with_entry(followed, getattr(dense, length.attribute), length.entry))
         try:
-            args, kwargs = call.given
-            with evaluating(call.module), torch.no_grad(), NoEmptyHeads():
-                again = call.module(*args, **kwargs)
+            return Without.SAME if call.is_returned(call.again()) else Without.DIFFERS
         except Exception:  # a forward that gets other sizes than it counted on may raise anything
-            return True
+            return Without.FAILS
         finally:
             setattr(call.module, length.attribute, followed)
-        return difference(pytree.tree_leaves(call.returned), pytree.tree_leaves(again)) is not None
 
 
 def _with_entry(followed: Any, dense: Any, entry: int) -> Any:

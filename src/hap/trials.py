@@ -22,7 +22,7 @@ from hap.comparing import in_float64
 from hap.cost import CostModel
 from hap.errors import HapError
 from hap.groups import Groups, Ints, Length
-from hap.missing import Calls
+from hap.missing import Calls, Without
 from hap.parts import touched
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, without
@@ -362,8 +362,9 @@ class Trial:
         for rounds in (1, None):
             if not self._fits(names, lengths, rounds):
                 return None
-            needed, spare = lengths, self._spare(names, lengths)
-            for kinds in (spare, *({kind} for kind in spare if len(spare) > 1)):  # all at once, or one by one
+            needed, (spare, doubtful) = lengths, self._spare(names, lengths)
+            singly = [*(spare if len(spare) > 1 else ()), *doubtful]
+            for kinds in (spare, *({kind} for kind in singly)):  # all at once, or one by one
                 fewer = [x for x in needed if _attribute_kind(x) not in kinds]
                 if len(fewer) < len(needed) and self._fits(names, fewer, rounds):
                     needed = fewer
@@ -371,20 +372,22 @@ class Trial:
                 return needed
         return None
 
-    def _spare(self, names: list[str], lengths: list[Length]) -> dict[AttributeKind, None]:
-        """Kinds of attributes, all of which follow and fit, that no module run by itself is known to miss."""
-        kinds: dict[AttributeKind, None] = dict.fromkeys(map(_attribute_kind, lengths))
+    def _spare(self, names: list[str], lengths: list[Length]) -> tuple[list[AttributeKind], list[AttributeKind]]:
+        """Of attributes that all follow and fit, the kinds that no module run by itself seems to need, and those that
+        change what one returns. Kinds without which a module fails are in neither."""
+        kinds = dict.fromkeys(map(_attribute_kind, lengths), Without.UNKNOWN)
         cut = frozenset([*names, *self.rest])
         following = frozenset(map(id, (*self.rest_lengths, *lengths)))
         if self.calls is None or self.calls[:2] != (cut, following):
-            return kinds
+            return list(kinds), []
         places = Counter((x.module, x.attribute, x.entry) for x in lengths)
         for x in lengths:
             alone = places[x.module, x.attribute, x.entry] == 1  # else it is not known which axis it counts
-            asked = alone and _attribute_kind(x) in kinds and self._was_read(x)
-            if asked and self.calls[2].missed(x, self.model.get_submodule(x.module)):
-                del kinds[_attribute_kind(x)]
-        return kinds
+            kind = _attribute_kind(x)
+            if alone and kinds[kind] not in (Without.FAILS, Without.DIFFERS) and self._was_read(x):
+                kinds[kind] = self.calls[2].without(x, self.model.get_submodule(x.module))
+        told = (Without.FAILS, Without.DIFFERS)
+        return [k for k, w in kinds.items() if w not in told], [k for k, w in kinds.items() if w is Without.DIFFERS]
 
     def _needs(self, name: str) -> list[Length] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
@@ -430,7 +433,7 @@ class Trial:
 
         def listen(model: nn.Module) -> None:
             calls.listen_(model)
-            copies.append(model)
+            copies[:] = [model]
 
         if self.reads is not None:
             self.reads.forget(self.watched)
@@ -459,9 +462,19 @@ class Trial:
     def _run(
         self, plan: Plan, base: Plan | None, wanted: list[Any] | None, listen: Listener | None = None
     ) -> list[Any]:
-        flag = torch.compiler.is_exporting() or self.asked
-        with exporting(flag):
-            return check_by_running(self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS, listen=listen)
+        run = partial(check_by_running, self.model, plan, {}, self.example, base, gross=GROSS, listen=listen)
+        if torch.compiler.is_exporting() or self.asked.known:
+            return run(wanted=wanted)
+        try:
+            with exporting(self.asked):
+                found = run(wanted=wanted)
+            self.asked.known = True
+            return found
+        except Exception:  # it may be what stands for the answer that does not work where a bool would
+            with exporting(False):
+                found = run(wanted=wanted)
+            self.asked.known = self.asked.heard = True
+            return found
 
 
 def tried(trial_with: Callable[[Mapping[str, float]], Trial]) -> tuple[Trial, list[str], list[str]]:

@@ -14,7 +14,8 @@ SETTINGS = (bool, str, type(None), torch.dtype)
 CONTENTS = frozenset({"_parameters", "_buffers", "_modules"})
 """What is reached by an index or by `parameters()` is read from these."""
 OWN = frozenset(dir(nn.Module())) - CONTENTS
-"""What every module has."""
+"""What every module has. Some of it, such as `half`, is a method that a module may have a value of its own for."""
+STATE = frozenset(vars(nn.Module()))
 
 
 class Reads:
@@ -89,6 +90,7 @@ def _pass_on(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _noted(module: Any, name: str, value: Any) -> Any:
-    if name not in OWN and name != "_note" and not isinstance(value, (*SETTINGS, MethodType)):
+    own = name in OWN and (name in STATE or name not in object.__getattribute__(module, "__dict__"))
+    if not own and name != "_note" and not isinstance(value, (*SETTINGS, MethodType)):
         module._note(name)
     return value
