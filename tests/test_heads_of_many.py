@@ -34,7 +34,7 @@ T5 = {
 GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "vocab_size": 60, "n_positions": 40}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], int, int, int]] = {
-    "one table for all layers, which the first makes": ("T5ForConditionalGeneration", T5, 5, HEADS, 2),
+    "one table for all layers, which the first makes": ("T5ForConditionalGeneration", T5, 5, HEADS, 1),
     "slopes of heads": ("BloomForCausalLM", {"hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS, "vocab_size": 60},
                         2, HEADS, 2),
     "one key for all queries, fused": ("FalconForCausalLM", TEXT, 2, HEADS, 0),

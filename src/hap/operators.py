@@ -30,7 +30,7 @@ MOVING = _names("""
 """Make a view of a parameter that has parts of its axes, in some order."""
 
 EXPANDING = _names("broadcast_to expand expand_as")
-FILLED = _names("full full_like new_full new_ones new_zeros ones ones_like zeros zeros_like")
+FILLED = _names("full new_full new_ones new_zeros ones zeros")
 """Make tensors of one value."""
 COPYING = _names("cat concat repeat repeat_interleave roll stack tile")
 """Those that move elements to where the source is not: what is written there later does not change it."""
