@@ -343,3 +343,89 @@ def test_parts_that_lose_nothing_are_not_run_to_check_the_others() -> None:
     hap.apply_(view, plan, view.example)
     assert set(ran) == {"blocks.3"}
     assert model.blocks[3].up.out_features == 6
+
+
+class Reused(nn.Module):
+    """Calls a layer of its body once more by itself, and returns that too; then it branches on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.head = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, first = self.body(x), self.again(x)
+        y = y + 1 if y.sum() > 0 else y
+        return self.head(y), first
+
+    def again(self, x: Tensor) -> Tensor:
+        return self.body[0](x)
+
+
+def test_a_module_inside_of_a_part_that_is_also_called_by_itself_returns_all_that_it_did() -> None:
+    model, x = Reused().double().eval(), torch.randn(3, 6, dtype=torch.float64)
+    _, first = model(x)
+    view = parts(model, x)
+    assert view.names == ["body", "body.0", "head"]
+    assert hap.cost(view, view.example).macs == hap.cost(model, x).macs
+    with pytest.warns(UserWarning, match=r"in parts: body, body.0, head;"):
+        plan = hap.prune_(model, x, criterion="magnitude", channels=0.5)
+    assert set(plan.kept) == {"body.2", "head.0"}
+    torch.testing.assert_close(model(x)[1], first)
+
+
+class Caller(nn.Module):
+    """Runs a block that belongs to another module, and branches on what that returns."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.own = [block], nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        return self.own(x) + (y.sum() if float(y.sum()) > 0 else y.mean())
+
+
+def test_inside_of_what_another_module_calls_by_itself_units_still_go() -> None:
+    model, x = Reused().double().eval(), torch.randn(3, 6, dtype=torch.float64)
+    model.body[0] = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 12)).double()
+    model.head = Caller(model.body[0]).double()
+    view = parts(model, x)
+    assert view.names == ["body", *["body.0"] * 2, "head.own"]  # called by the model and by its head
+    assert set(hap.trace(view, view.example)) == {"body.0.0", "body.2"}
+
+
+class Many(Reused):
+    """Does so with more rows."""
+
+    def again(self, x: Tensor) -> Tensor:
+        return self.body[0](torch.cat([x, x]))
+
+
+class Chooses(nn.Linear):
+    """Chooses by value, if there are many rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if len(x) < 4 else y[y[:, 0] > 0]
+
+
+def test_what_cannot_be_captured_where_it_is_called_by_itself_is_not_cut_elsewhere() -> None:
+    model, x = Many().double().eval(), torch.randn(3, 6, dtype=torch.float64)
+    model.body[0] = Chooses(6, 12).double()
+    view = parts(model, x)
+    assert view.names == ["body.2", "body.4", "head"]  # the body runs it as well
+    assert set(hap.trace(view, view.example)) == {"head.0"}
+
+
+def test_the_same_where_capturing_is_what_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if len(x) < 4 or float(y.sum()) > 1e9 else -y
+
+    model, x = Many().double().eval(), torch.randn(3, 6, dtype=torch.float64)
+    model.body[0] = Reads(6, 12).double()
+    assert parts(model, x).names == ["body.2", "body.4", "head"]
+    monkeypatch.setattr(sys.modules["hap.parts"], "MOST_BLAMED", 0)  # each is tried by itself
+    assert parts(model, x).names == ["body.2", "body.4", "head"]

@@ -9,8 +9,9 @@ whatever prunes the view prunes the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -27,11 +28,25 @@ from hap.repeats import same_modules
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What a submodule was called with, and the names of the modules that were running then, outer ones first."""
+
+    name: str
+    running: tuple[str, ...]
+    call: Call
+
+    def within(self, names: Container[str]) -> bool:
+        """Whether one of these was running of which the submodule is a part: what it returned then stays inside."""
+        return any(other in names and self.name.startswith(f"{other}.") for other in self.running)
+
+
 class Parts(nn.Module):
     """The parts of a model: same submodules, same names, but a forward that runs each part on its own inputs.
 
     `example` holds these inputs, one (arguments, keyword arguments) for each call of a part. The outputs of all parts
-    are outputs of the view, and so what passes between parts is never cut.
+    are outputs of the view, and so what passes between parts is never cut. A module inside of a part that is also
+    called from outside of it, by itself, is one more part.
     """
 
     def __init__(self, model: nn.Module, calls: list[tuple[str, Call]]):
@@ -85,7 +100,7 @@ def _captured_in_short(model: nn.Module, example: Any) -> tuple[Parts, Captured]
         calls, choosing = _calls(model, example, passing)
     except HapError:  # it may well run with values that come from its blocks
         return None
-    return None if choosing else _at_once(model, _able(model, calls, choosing), calls, passing)
+    return None if choosing else _at_once(model, calls, choosing, passing)
 
 
 def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
@@ -97,59 +112,76 @@ def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
     if not may_choose(model):
         return None
     calls, choosing = _calls(model, example)
-    return _view(model, calls, _outermost(_able(model, calls, choosing))) if WHOLE in choosing else None
+    return _view(model, calls, choosing) if WHOLE in choosing else None
 
 
-def _captured(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]) -> tuple[Parts, Captured]:
+def _captured(model: nn.Module, calls: list[Noted], choosing: set[str]) -> tuple[Parts, Captured]:
     """What keeps torch.export from a module is most often a choice by value, which running the model shows.
 
     So the largest modules without one are captured all at once. Where that fails, those that were running are left out
     for the modules inside of them; where none was, or that leads nowhere soon, each is tried by itself.
     """
-    able = _able(model, calls, choosing)
-    if (found := _at_once(model, able, calls)) is not None:
+    failing = set(choosing)
+    if (found := _at_once(model, calls, failing)) is not None:
         return found
-    view = _view(model, calls, _outermost(able, lambda name: captures(able[name], *calls[name][0])))
+    view = _one_by_one(model, calls, failing)
     return view, capture(view, view.example)
 
 
 def _at_once(
-    model: nn.Module, able: dict[str, nn.Module], calls: dict[str, list[Call]], passing: Passing | None = None
+    model: nn.Module, calls: list[Noted], failing: set[str], passing: Passing | None = None
 ) -> tuple[Parts, Captured] | None:
-    """All captured in a few attempts; what fails is taken out of `able`. None: that leads nowhere, or to modules inside
+    """All captured in a few attempts; what fails is added to `failing`. None: that leads nowhere, or to modules inside
     of blocks that did not run."""
     for _ in range(MOST_BLAMED):
-        view = _view(model, calls, _outermost(able))
+        able = _able(model, calls, failing)
+        view = _view(model, calls, failing)
         try:
             return view, captured(view, view.example)
         except Exception as error:  # whatever it is, it need not be in all of them
             running = {id(module) for module in running_modules(error)}
         blamed = {name for name, module in able.items() if id(module) in running}
-        if not blamed or (passing is not None and passing.concerns(blamed)):
+        failing |= blamed
+        gone = able.keys() - _able(model, calls, failing).keys()
+        if not blamed or (passing is not None and passing.concerns(gone)):
             return None
-        for name in blamed:
-            del able[name]
     return None
 
 
-def _able(model: nn.Module, calls: dict[str, list[Call]], choosing: set[str]) -> dict[str, nn.Module]:
-    """Modules that ran and chose nothing, outer ones first."""
-    return {name: module for name, module in model.named_modules() if name in calls and name not in choosing}
+def _one_by_one(model: nn.Module, calls: list[Noted], failing: set[str]) -> Parts:
+    """A view of the largest modules that torch.export captures by themselves; others are added to `failing`."""
+    fine: set[str] = set()
+    while True:
+        view = _view(model, calls, failing)
+        first = dict(zip(reversed(view.names), reversed(view.example), strict=True))  # the first call of each
+        untried = [name for name in dict.fromkeys(view.names) if name not in fine]
+        if not untried:
+            return view
+        fit = {name for name in untried if captures(model.get_submodule(name), *first[name])}
+        fine |= fit
+        failing |= set(untried) - fit
 
 
-def _outermost(names: Iterable[str], fits: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Those of these modules that fit and are not inside of others that do. Outer ones come first."""
-    found: list[str] = []
-    for name in names:
-        if not any(name.startswith(f"{part}.") for part in found) and fits(name):
-            found.append(name)
-    return found
+def _able(model: nn.Module, calls: list[Noted], failing: set[str]) -> dict[str, nn.Module]:
+    """Modules that ran and neither fail nor ever run one that does, outer ones first.
+
+    One that fails where it is called by itself is not seen there, so it must not be cut inside of others either.
+    """
+    unable = set(failing)
+    while more := {name for noted in calls if noted.name in unable for name in noted.running} - unable:
+        unable |= more
+    ran = {noted.name for noted in calls} - unable
+    return {name: module for name, module in model.named_modules() if name in ran}
 
 
-def _view(model: nn.Module, calls: dict[str, list[Call]], names: list[str]) -> Parts:
-    if not names:
+def _view(model: nn.Module, calls: list[Noted], failing: set[str]) -> Parts:
+    """All calls of modules that are able, but for those from inside of others that are."""
+    able = _able(model, calls, failing)
+    if not able:
         raise HapError(f"torch.export can capture no part of {type(model).__name__} on this example")
-    return Parts(model, [(name, call) for name in names for call in calls[name]])
+    place = {name: i for i, name in enumerate(able)}
+    outer = [noted for noted in calls if noted.name in able and not noted.within(able)]
+    return Parts(model, [(noted.name, noted.call) for noted in sorted(outer, key=lambda noted: place[noted.name])])
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -225,9 +257,9 @@ def _by_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _calls(model: nn.Module, example: Any, passing: Passing | None = None) -> tuple[dict[str, list[Call]], set[str]]:
+def _calls(model: nn.Module, example: Any, passing: Passing | None = None) -> tuple[list[Noted], set[str]]:
     """What every submodule with parameters is called with when the model runs, and which of them choose by value."""
-    calls: dict[str, list[Call]] = {}
+    calls: list[Noted] = []
     choices = _Choices()
     with _recording(model, calls, choices), passing or nullcontext():
         check_runs(model, example)
@@ -295,15 +327,16 @@ def _forms(values: Any) -> Any:
 
 
 @contextmanager
-def _recording(model: nn.Module, calls: dict[str, list[Call]], choices: _Choices) -> Iterator[None]:
+def _recording(model: nn.Module, calls: list[Noted], choices: _Choices) -> Iterator[None]:
     """Notes calls of submodules, and which modules choose."""
 
     def enter(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name != WHOLE:
+                given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                calls.append(Noted(name, tuple(choices.running), given))
             choices.running.append(name)
             choices.attend()
-            if name != WHOLE:
-                calls.setdefault(name, []).append(pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
 
         return record
 
