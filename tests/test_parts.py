@@ -429,3 +429,17 @@ def test_the_same_where_capturing_is_what_shows_it(monkeypatch: pytest.MonkeyPat
     assert parts(model, x).names == ["body.2", "body.4", "head"]
     monkeypatch.setattr(sys.modules["hap.parts"], "MOST_BLAMED", 0)  # each is tried by itself
     assert parts(model, x).names == ["body.2", "body.4", "head"]
+
+
+def test_an_example_of_other_length_than_the_view_is_refused() -> None:
+    model, x = Masked().double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
+    view = parts(model, (x,))
+    groups = hap.trace(view, view.example)
+    plan = hap.draft(groups, {"blocks.3.up": range(6)})
+    for example in (view.example[:1], x):
+        message = "this view runs 6 calls of parts, but the example has 1: use view.example"
+        with pytest.raises(hap.HapError, match=message):
+            hap.apply_(view, plan, example)
+        with pytest.raises(hap.HapError, match=message):
+            hap.trace(view, example)
+    assert model.blocks[3].up.out_features == 12

@@ -9,7 +9,7 @@ whatever prunes the view prunes the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.errors import HapError
-from hap.examples import named_tensors
+from hap.examples import call_arguments, named_tensors
 from hap.repeats import same_modules
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,7 +61,15 @@ class Parts(nn.Module):
         self.example = tuple(call for _, call in calls)
 
     def forward(self, *calls: Call) -> list[Any]:
-        return [self.get_submodule(name)(*args, **kw) for name, (args, kw) in zip(self.names, calls, strict=True)]
+        return [self.get_submodule(name)(*args, **kw) for name, (args, kw) in self.named(calls)]
+
+    def named(self, calls: Sequence[Call]) -> list[tuple[str, Call]]:
+        """Each call with the name of the part that it is for."""
+        if len(calls) != len(self.names):
+            raise HapError(
+                f"this view runs {len(self.names)} calls of parts, but the example has {len(calls)}: use view.example"
+            )
+        return list(zip(self.names, calls, strict=True))
 
 
 def touched(model: nn.Module, example: Any, tensors: Iterable[str]) -> tuple[nn.Module, Any]:
@@ -71,7 +79,7 @@ def touched(model: nn.Module, example: Any, tensors: Iterable[str]) -> tuple[nn.
     known = named_tensors(model)
     wanted = {id(known[name]) for name in tensors}
     holding = {n: not wanted.isdisjoint(map(id, named_tensors(model.get_submodule(n)).values())) for n in model.names}
-    calls = [(name, call) for name, call in zip(model.names, example, strict=True) if holding[name]]
+    calls = [(name, call) for name, call in model.named(call_arguments(example)[0]) if holding[name]]
     return (Parts(model, calls), tuple(call for _, call in calls)) if calls else (model, example)
 
 
