@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +211,12 @@ def test_sides_of_an_image_may_be_open(tmp_path: Path) -> None:
     [
         ("fixed", 6, (1,), "Reader runs with one length of axis 1 only, that of the example; leave it out of dynamic_"),
         ("picky", 6, (1,), r"Reader runs with no other lengths of axes \(1,\)"),
-        ("written out", 6, (1,), r"compute the same where axes \(1,\) have lengths \(5,\): the value of output 0 is"),
+        ("written out", 6, (1,), "compute the same where axis 1 has length 2: the value of output 0 is"),
         ("", 1, (1,), "axis 1 cannot have any length: torch.export takes a length of 1 for fixed; give an example"),
         ("", 6, (2,), "axis 2 cannot have any length: no tensor of the example has it"),
         ("", 6, (0,), r"dynamic_axes is \(0,\); expected axes behind the first.*see dynamic_batch"),
         ("", 6, 1, "dynamic_axes is 1; expected axes"),
+        ("", 6, (True,), r"dynamic_axes is \(True,\); expected axes"),
         ("", 6, ("ids",), "expected axes behind the first"),
     ],
 )  # fmt: skip
@@ -223,6 +225,65 @@ def test_axes_that_cannot_be_open(how: str, length: int, axes: Any, words: str, 
     with pytest.raises(hap.HapError, match=words):
         hap.export(tmp_path / "a.pt2", Reader(how).eval(), text(2, length), dynamic_axes=axes)
     assert not any(tmp_path.iterdir())
+
+
+class TwoWays(nn.Module):
+    """Goes one way or the other, as the lengths of its input say."""
+
+    def __init__(self, way: Callable[[torch.Size], bool]) -> None:
+        super().__init__()
+        self.way, self.conv, self.norm = way, nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x))
+        return 2 * y if self.way(x.shape) else y
+
+
+@pytest.mark.parametrize(
+    ("way", "batch", "axes", "refused", "where"),
+    [
+        (lambda shape: shape[2] > 4, 2, (2,), (2, 8, 3), "axis 2 has length 4"),
+        (lambda shape: shape[2] < 9, 2, (2,), (2, 8, 9), "axis 2 has length 9"),
+        (lambda shape: shape[2] % 2 == 0, 2, (2,), (2, 8, 5), "axis 2 has length 13"),
+        (lambda shape: shape[0] > 3, 5, (), (3, 8, 6), "axis 0 has length 3"),
+        (lambda shape: shape[0] > 3, 1, (), (4, 8, 6), "axis 0 has length 4"),
+    ],
+    ids=["longer", "shorter", "even", "large batch", "small batch"],
+)  # fmt: skip
+def test_lengths_that_were_not_captured_are_refused(
+    way: Any, batch: int, axes: tuple[int, ...], refused: tuple[int, ...], where: str, tmp_path: Path
+) -> None:
+    """By the .pt2 file itself, which a warning says; ONNX would compute the other way, so that is not written."""
+    torch.manual_seed(0)
+    model, example = TwoWays(way).eval(), torch.randn(batch, 8, 6)
+    with pytest.warns(UserWarning, match=f"does not compute what TwoWays does where {where} .it fails: Guard failed"):
+        path = hap.export(tmp_path / "a.pt2", model, example, dynamic_axes=axes)
+    program = torch.export.load(path).module()
+    assert gap(run(model, example), [program(example)]) <= 1e-5
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(torch.randn(refused))
+    with pytest.raises(hap.HapError, match=rf"compute the same where {where}: the value.*or write a \.pt2 file"):
+        hap.export(tmp_path / "a.onnx", model, example, dynamic_axes=axes)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt2"]
+
+
+@pytest.mark.parametrize("name", ["a.pt2", "a.onnx"])
+def test_another_way_with_one_sample_is_told(name: str, tmp_path: Path) -> None:
+    """torch.export takes any open length for 2 or more, and the files run with 1 all the same."""
+    model = TwoWays(lambda shape: shape[0] == 1).eval()
+    with pytest.warns(UserWarning, match="does not compute what TwoWays does where axis 0 has length 1 .the value of"):
+        hap.export(tmp_path / name, model, torch.randn(1, 8, 6))
+
+
+@pytest.mark.parametrize("name", ["a.pt2", "a.onnx"])
+def test_limits_of_the_model_itself_go_without_saying(name: str, tmp_path: Path) -> None:
+    """Reader has places for 40 tokens, which torch.export notes; the model itself fails with more."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not compute.*")
+        path = hap.export(tmp_path / name, Reader().eval(), text(2, 6), dynamic_axes=(1,))
+    if name == "a.pt2":
+        with pytest.raises(AssertionError, match=r"Guard failed.* <= 40"):
+            torch.export.load(path).module()(**text(2, 41))
 
 
 def test_a_bert_without_half_of_its_heads_reads_texts_of_any_length(tmp_path: Path) -> None:

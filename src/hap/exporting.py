@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     BatchNorms are folded into what is before them. Shapes are those of the example, but for the first axis of its
     tensors, the batch: that may have any length, unless `dynamic_batch` is False. So may `dynamic_axes`, such as (1,)
     for the tokens of a text or (2, 3) for the sides of an image, wherever a tensor is as long there as the first that
-    has such an axis. What was captured is run on an example of other lengths too, and refused if it differs there.
+    has such an axis. What was captured is run on examples of other lengths too, and refused if it differs there.
+    torch.export may have captured some lengths only, where the model goes another way with others: a .pt2 file refuses
+    those, and a warning names them; ONNX has no means to, so that is an error.
     A warning says if it does not compute on the example what the model does: code may go another way while it is
     captured.
     """
@@ -45,11 +47,11 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     axes = _dynamic(example, dynamic_batch, dynamic_axes)
     example = _at_least_two(example) if dynamic_batch else example
     program = capture(model, example, axes)
-    if problem := _other_outputs(model, program, example):
+    if problem := _other_outputs(model, program.module(check_guards=False), example):
         what = f"what torch.export captured of {type(model).__name__}"
         warnings.warn(f"{what} was not seen to compute the same: {problem}", stacklevel=2)
-    elif dynamic_axes:
-        _check_other_lengths(model, program, example, tuple(dynamic_axes))
+    elif axes:
+        _check_other_lengths(model, program, example, axes, refuses=path.suffix == ".pt2")
     return write(path, program)
 
 
@@ -76,7 +78,7 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise HapError(_refusal(model, error, axes)) from error
-        folded = fold_batchnorms(program.module(check_guards=False))
+        folded = fold_batchnorms(program.module(check_guards=bool(axes)))  # the guards are captured once more
         return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
@@ -85,11 +87,11 @@ def _own(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _other_outputs(model: nn.Module, program: ExportedProgram, example: Any) -> str | None:
+def _other_outputs(model: nn.Module, captured: Callable[..., Any], example: Any) -> str | None:
     """How far what was captured is from the model, in words, if that is more than rounding."""
     args, kwargs = call_arguments(example)
     with torch.no_grad():
-        seen = pytree.tree_leaves(program.module(check_guards=False)(*args, **kwargs))
+        seen = pytree.tree_leaves(captured(*args, **kwargs))
     return difference(outputs(model, example), seen, tolerance=ROUNDING)
 
 
@@ -110,7 +112,7 @@ def _refusal(model: nn.Module, error: Exception, axes: Sequence[int]) -> str:
 
 def _dynamic(example: Any, dynamic_batch: bool, dynamic_axes: Sequence[int]) -> tuple[int, ...]:
     """The axes that may have any length, checked."""
-    if not isinstance(dynamic_axes, Sequence) or not all(isinstance(a, int) and a > 0 for a in dynamic_axes):
+    if not isinstance(dynamic_axes, Sequence) or not all(type(a) is int and a > 0 for a in dynamic_axes):
         raise HapError(
             f"dynamic_axes is {dynamic_axes!r}; expected axes behind the first, such as (1,) for the tokens of a text "
             "or (2, 3) for the sides of an image. The first is the batch, see dynamic_batch."
@@ -159,26 +161,86 @@ def _free(arguments: Any, axes: Sequence[int]) -> ShapesCollection:
     return shapes
 
 
-def _check_other_lengths(model: nn.Module, program: ExportedProgram, example: Any, axes: tuple[int, ...]) -> None:
-    """Run both on an example of other lengths, the first ones that the model itself runs with."""
-    name, lengths = type(model).__name__, {axis: _length(example, axis) or 0 for axis in axes}
-    for change in (lambda n: n - 1, lambda n: n // 2, lambda n: n + 1, lambda n: 2 * n):
-        others = {axis: change(length) for axis, length in lengths.items()}
-        other = _resized(example, others)
-        if min(others.values()) > 1 and _runs(model, other):
-            break
-    else:
-        raise HapError(f"{name} runs with no other lengths of axes {axes} than those of the example; "
+def _check_other_lengths(model: nn.Module, program: ExportedProgram, example: Any, axes: tuple[int, ...],
+                         refuses: bool) -> None:  # fmt: skip
+    """Run model and file on examples of other lengths. HapError where they differ, a warning where the file fails.
+
+    `refuses` says that the file fails, as the program does, with lengths it was not captured for. Without that, as in
+    ONNX, it computes what was captured, whatever that is. A length of 1, which torch.export never captures, is no more
+    than a warning.
+    """
+    name, missing, warned = type(model).__name__, {axis for axis in axes if axis}, []
+    file = program.module() if refuses else program.module(check_guards=False).forward
+    for candidates in _other_lengths(program, example, axes):
+        for lengths in candidates:
+            other = _resized(example, lengths)
+            if not _runs(model, other):
+                continue
+            missing -= lengths.keys()
+            problem, failed = _tried(model, file, other)
+            if problem is None:
+                break
+            where = f"where {' and '.join(f'axis {axis} has length {n}' for axis, n in lengths.items())}"
+            if not (failed and refuses) and 1 not in lengths.values():
+                raise HapError(f"what torch.export captured of {name} does not compute the same {where}: {problem}. "
+                               f"{_advice(lengths, refuses)}.")  # fmt: skip
+            if not failed or lengths.get(0) == 1 or 1 not in lengths.values():
+                warned.append(f"{where} ({problem})")
+    if missing:
+        raise HapError(f"{name} runs with no other lengths of axes {tuple(sorted(missing))} than those of the example; "
                        "leave them out of dynamic_axes")  # fmt: skip
+    if warned:
+        warnings.warn(f"the file does not compute what {name} does {', '.join(warned)}", stacklevel=3)
+
+
+def _tried(model: nn.Module, file: Callable[..., Any], example: Any) -> tuple[str | None, bool]:
+    """How the file differs from the model on an example, and whether it fails."""
     try:
-        problem = _other_outputs(model, program, other)
-    except Exception as error:
-        problem = f"it fails: {str(error).strip().splitlines()[0]}"
-    if problem:
-        raise HapError(
-            f"what torch.export captured of {name} does not compute the same where axes {axes} have lengths "
-            f"{tuple(others.values())}: {problem}. Leave them out of dynamic_axes."
-        )
+        return _other_outputs(model, file, example), False
+    except Exception as error:  # guards are asserted, and operators have errors of their own
+        return f"it fails: {str(error).strip().splitlines()[0]}", True
+
+
+def _advice(axes: Iterable[int], refuses: bool) -> str:
+    fixed = "Leave it out of dynamic_axes" if any(axes) else "Pass dynamic_batch=False"
+    return fixed if refuses else f"{fixed}, or write a .pt2 file, which can refuse what was not captured"
+
+
+LONG = 4096
+"""From here on, a limit of the lengths that torch.export captured is not looked into: it would take too long."""
+
+
+def _other_lengths(program: ExportedProgram, example: Any, axes: tuple[int, ...]) -> Iterator[list[dict[int, int]]]:
+    """Lengths by axis to try: of each list the first that both model and program run with.
+
+    Shorter and longer ones, another batch, and those right outside of what torch.export captured.
+    """
+    now, ranges = {axis: _length(example, axis) or 0 for axis in axes}, _captured_lengths(program, axes)
+
+    def changed(change: Callable[[int, int], int]) -> dict[int, int]:
+        return {a: min(max(change(n, ranges[a][0]), ranges[a][0]), ranges[a][1]) for a, n in now.items() if a}
+
+    if any(axes):
+        yield [changed(lambda n, least: least), changed(lambda n, least: n // 2), changed(lambda n, least: n - 1)]
+        yield [changed(lambda n, least: 2 * n + 1), changed(lambda n, least: 2 * n), changed(lambda n, least: n + 1)]
+    for axis, (least, most) in ranges.items():
+        if not axis and now[axis] < most:
+            yield [{axis: now[axis] + 1}]
+        yield [{axis: least - 1}]
+        if most < LONG:
+            yield [{axis: most + 1}]
+
+
+def _captured_lengths(program: ExportedProgram, axes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """The least and the greatest length of these axes for which torch.export captured the model, 2 or more."""
+    found = dict.fromkeys(axes, (2, LONG))
+    inputs = {*program.graph_signature.user_inputs}
+    for node in program.graph.find_nodes(op="placeholder"):
+        shape = getattr(node.meta.get("val"), "shape", ()) if node.name in inputs else ()
+        for axis in (a for a in found if a < len(shape) and isinstance(shape[a], torch.SymInt)):
+            seen = program.range_constraints[shape[axis].node.expr]
+            found[axis] = (max(found[axis][0], int(seen.lower)), int(min(found[axis][1], seen.upper)))
+    return found
 
 
 def _runs(model: nn.Module, example: Any) -> bool:
