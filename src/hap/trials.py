@@ -108,7 +108,7 @@ class Trial:
         self.watched: set[str] = set()
         asked = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
         self.candidates = [x for x in asked if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
-        self.model = self._prepared(model, loud)
+        self.model, self.loud = self._prepared(model, loud), bool(loud)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
         self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups, self._heavy())
         self.able = [n for n in self.groups if self.removals[0][1][n]]
@@ -242,7 +242,8 @@ class Trial:
             return []
         pruned, plan, example = self.pruned
         kept = {(cut.name, cut.dim): np.array(cut.keep) for cut in plan.cuts}
-        return self.repeats.like(untold(pruned, example, {n: self._rows(n, kept) for n in names}))
+        rows = {n: self._rows(n, kept) for n in names}
+        return self.repeats.like(untold(pruned, example, rows, steady=not self.loud))
 
     def _rows(self, name: str, kept: Mapping[tuple[str, int], Ints]) -> list[Rows]:
         """What computes or reads units of a group, in a model that has this left of its weights."""
