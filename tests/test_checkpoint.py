@@ -88,6 +88,28 @@ def test_ties_are_stored_once_and_kept(tmp_path: Path) -> None:
     assert loaded.a.weight is loaded.b.weight and same(run(loaded, example), run(model, example))
 
 
+class Tied(nn.Module):
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if tie:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu())
+
+
+def test_a_tie_that_the_file_does_not_have(tmp_path: Path) -> None:
+    """Two values cannot go into one tensor; where both are the same, they can. The other way round nothing is lost."""
+    model, x = Tied(tie=False), torch.randn(2, 4)
+    path = hap.save(tmp_path / "a.safetensors", model)
+    check_refused(path, r"a\.weight and b\.weight differ there and are one tensor here", Tied(tie=True))
+    model.b.load_state_dict(model.a.state_dict())
+    assert torch.equal(hap.load(hap.save(path, model), Tied(tie=True))(x), model(x))
+    model = Tied(tie=True)
+    assert torch.equal(hap.load(hap.save(path, model), Tied(tie=False))(x), model(x))
+
+
 class Mirror(nn.Module):
     """A buffer that is another view of the same memory is not the same tensor."""
 
@@ -153,6 +175,27 @@ def test_what_was_rounded_before_is_refused(tmp_path: Path) -> None:
     path = hap.save(tmp_path / "a.safetensors", Table())
     check_refused(path, "holds float32 where the model has float16, and table, which is not in the", Table().half())
     assert hap.load(path, Table()).table.dtype == torch.float32
+
+
+class Mixed(Table):
+    """Narrow, but for the norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x).float())
+
+
+def test_a_table_of_a_model_in_mixed_precision_is_as_it_was(tmp_path: Path) -> None:
+    """That some weights are wider than others does not tell that the table was."""
+    torch.manual_seed(0)
+    model, x = Mixed().bfloat16(), torch.randn(2, 4).bfloat16()
+    model.norm.float()
+    loaded = hap.load(hap.save(tmp_path / "a.safetensors", model), Mixed().bfloat16())
+    assert loaded.norm.weight.dtype == torch.float32 and loaded.table.dtype == torch.bfloat16
+    assert torch.equal(loaded(x), model(x))
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------

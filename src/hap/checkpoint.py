@@ -156,6 +156,7 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
         raise HapError(f"{path} was saved from another model: {error}") from error
     _compare(path, checkpoint, trial)
     tensors = {name: tensors[checkpoint.aliases.get(name, name)] for name in trial.state_dict()}
+    _check_ties(path, tensors, trial)
     _check_not_rounded(path, tensors, trial)
     for plan in checkpoint.plans:
         rebuild_(model, plan)
@@ -174,12 +175,25 @@ def _holding(own: torch.dtype, stored: torch.dtype) -> torch.dtype:
     return stored if stored.itemsize > own.itemsize else torch.float32
 
 
+def _check_ties(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """A tensor of the model that has several names can take one value only."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        other = first.setdefault(id(tensor), name)
+        if tensors[name] is not tensors[other] and not torch.equal(tensors[name], tensors[other]):
+            raise HapError(
+                f"{path} was saved from another model: {other} and {name} differ there and are one tensor here. Make "
+                "the model without that tie and load again."
+            )
+
+
 def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Where tensors take a wider dtype, those that are not in the file were rounded when the model was made."""
-    state = model.state_dict()
+    """Where all tensors of a dtype take a wider one, those that are not in the file were rounded when the model was
+    made. A file with both holds a model of mixed precision, whose tables have the narrow one for all that it says."""
+    state, stored = model.state_dict(), {tensor.dtype for tensor in tensors.values()}
     wider = {t.dtype: d for n, t in state.items() if (d := _holding(t.dtype, tensors[n].dtype)) != t.dtype}
     for name, buffer in model.named_buffers():
-        if name not in state and buffer.dtype in wider:
+        if name not in state and buffer.dtype in wider and buffer.dtype not in stored:
             narrow, wide = (str(d).removeprefix("torch.") for d in (buffer.dtype, wider[buffer.dtype]))
             raise HapError(
                 f"{path} holds {wide} where the model has {narrow}, and {name}, which is not in the file, is {narrow} "
