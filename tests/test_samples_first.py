@@ -135,5 +135,24 @@ def test_a_cross_entropy_in_half_precision_is_one(dtype: torch.dtype) -> None:
     half = [(x.to(dtype), y) for x, y in batches]
     seen = hap.score(model.to(dtype), heads, half, F.cross_entropy, criterion)["q"]
     torch.testing.assert_close(seen, wanted, rtol=0.05, atol=0)
+    in_float = hap.score(model, heads, half, lambda o, t: F.cross_entropy(o.float(), t), criterion)["q"]
+    torch.testing.assert_close(in_float, wanted, rtol=0.05, atol=0)
     with pytest.raises(hap.HapError, match="knows the cross-entropy alone"):
         hap.score(model, heads, half, lambda o, t: 1.1 * F.cross_entropy(o, t), criterion)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.02, 0.1])
+def test_label_smoothing_is_told_from_the_cross_entropy(dtype: torch.dtype, smoothing: float) -> None:
+    """A fresh model finds all classes about as probable, so that the loss itself is nearly the same."""
+    torch.manual_seed(0)
+    model, x, y = Attention(False).to(dtype).eval(), torch.randn(16, 5, 16).to(dtype), torch.arange(16) % 3
+    groups = hap.trace(model, x)
+    heads = hap.only(groups, hap.heads(groups))
+
+    def smoothed(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, label_smoothing=smoothing)
+
+    assert torch.allclose(smoothed(model(x), y), F.cross_entropy(model(x), y), rtol=0.02)
+    with pytest.raises(hap.HapError, match="not the cross-entropy of the outputs: its gradient in them is off"):
+        hap.score(model, heads, [(x, y)], smoothed, hap.JointTrace("gauss-newton"))
