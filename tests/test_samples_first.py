@@ -111,6 +111,63 @@ def test_a_model_that_asks_for_values() -> None:
     torch.testing.assert_close(score(asking, x, y, hap.DiagonalFisher()), score(usual, x, y, hap.DiagonalFisher()))
 
 
+class Odd(Attention):
+    """Does what vmap cannot: reads numbers out of a tensor, or writes into one of its own."""
+
+    how = ""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(x, scale)
+        if self.how == "in place":
+            own = torch.zeros(x.shape, dtype=x.dtype)
+            own += x
+            return super().forward(own, scale)
+        numbers = x.detach().tolist() if self.how == "list" else x.detach().numpy()
+        return super().forward(x, scale) + 0 * len(numbers)
+
+
+@pytest.mark.parametrize("how", ["in place", "list", "numpy"])
+def test_what_vmap_cannot_do_is_done_one_by_one(how: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 6, 16, dtype=torch.float64), torch.arange(4) % 3
+    odd, usual = Odd(False), Attention(False)
+    odd.how = how
+    usual.load_state_dict(odd.state_dict())
+    torch.testing.assert_close(score(odd, x, y, hap.DiagonalFisher()), score(usual, x, y, hap.DiagonalFisher()))
+
+
+class Across(Attention):
+    """Samples see each other."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x - x.mean(0), scale)
+
+
+def test_a_model_that_looks_across_its_batch() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 6, 16, dtype=torch.float64), torch.arange(4) % 3
+    with pytest.raises(hap.HapError, match=r"in its batch.*has tokens first; for one that looks across its batch"):
+        score(Across(False), x, y, hap.DiagonalFisher())
+
+
+@pytest.mark.parametrize("sizes", [(5, 16), (16, 5)])
+def test_a_shared_input_as_long_as_one_of_the_batches(sizes: tuple[int, int]) -> None:
+    """It would be cut up there, and not elsewhere. A batch of a single sample does no harm."""
+    torch.manual_seed(0)
+    model, x = Attention(False).double().eval(), torch.randn(16, 6, 16, dtype=torch.float64)
+    groups = hap.trace(model, x)
+
+    def scores(sizes: tuple[int, ...], scale: Tensor) -> Any:
+        batches = [({"x": x[:size], "scale": scale.double()}, torch.arange(size) % 3) for size in sizes]
+        return hap.score(model, groups, batches, F.cross_entropy, hap.DiagonalFisher())
+
+    with pytest.raises(hap.HapError, match=r"batch\[0\]\['scale'\] has shape \(16,\) in a batch of"):
+        scores(sizes, torch.ones(16))
+    seen, wanted = scores((1, 5, 1), torch.ones(1)), scores((1, 5, 1), torch.ones(16))
+    assert all(torch.allclose(seen[name], wanted[name]) for name in groups)
+
+
 def test_a_loss_that_fails_on_one_sample() -> None:
     def picky(output: Tensor, target: Tensor) -> Tensor:
         if len(output) == 1:

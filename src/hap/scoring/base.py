@@ -31,8 +31,9 @@ PIECE = 1 << 18
 """How many weights are copied to float64 at a time: as many as a processor's cache holds."""
 
 BATCH_FIRST = (
-    "This criterion looks at each sample by itself and expects batch first, (samples, tokens, ...): wrap a model that "
-    "has tokens first, or use a criterion that takes a batch as a whole, such as Taylor."
+    "This criterion looks at each sample by itself and expects batch first, (samples, tokens, ...), and samples that "
+    "do not see each other. Wrap a model that has tokens first; for one that looks across its batch, use a criterion "
+    "that takes a batch as a whole, such as Taylor."
 )
 
 
@@ -177,6 +178,27 @@ def told(what: str, advice: str = "") -> Iterator[None]:
 def is_per_sample(value: Any, count: int) -> bool:
     """Whether this has one index for each of so many samples on its first axis."""
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+
+
+def check_steady(batches: Iterable[Batch]) -> None:
+    """Refuse inputs that are as long as some batches and not as others: shared ones, taken for one index per sample.
+
+    In a batch of one sample nothing needs to be told apart.
+    """
+    first: dict[str, bool] = {}
+    for batch in batches:
+        if (count := samples(batch)) == 1:
+            continue
+        for path, value in pytree.tree_flatten_with_path(batch)[0]:
+            if not isinstance(value, Tensor):
+                continue
+            name, own = f"batch{pytree.keystr(path)}", is_per_sample(value, count)
+            if own != first.setdefault(name, own):
+                raise HapError(
+                    f"{name} has shape {tuple(value.shape)} in a batch of {count} samples, so that it would "
+                    f"{'' if own else 'not '}hold one index per sample, other than in batches before. Make all batches "
+                    "alike, and of another size than an input that all samples share."
+                )
 
 
 def check_targets(batch: Batch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hap import distributed
+from hap.errors import HapError
 from hap.examples import call_arguments, call_with
 from hap.scoring.base import (
     BATCH_FIRST,
@@ -19,6 +20,7 @@ from hap.scoring.base import (
     Problem,
     Scores,
     check_alone,
+    check_steady,
     check_targets,
     is_per_sample,
     samples,
@@ -58,6 +60,7 @@ class DiagonalFisher(Criterion):
     name: ClassVar[str] = "fisher"
 
     def scores(self, problem: Problem) -> Scores:
+        check_steady(problem.batches)
         squares = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
             count = samples(batch)
@@ -96,22 +99,31 @@ class DiagonalFisher(Criterion):
             return loss(call_with(problem.model, weights, args, kwargs), y)
 
         with told("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
-            return _for_each(torch.func.grad(one), problem.weights, own)
+            return _for_each(one, problem.weights, own)
 
 
-def _for_each(gradient: Callable[..., dict[str, Tensor]], weights: dict[str, Tensor],
+def _for_each(loss: Callable[..., Tensor], weights: dict[str, Tensor],
               values: dict[int, Tensor]) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients of all samples, stacked: at once, or one by one if the model asks for values, such as whether a
-    mask hides anything, which vmap cannot tell."""
+    """The gradients of all samples, stacked: at once, or one by one if the model does what vmap cannot, such as to ask
+    whether a mask hides anything, or to write into a tensor of its own. What fails one by one is an error."""
     try:
-        found: dict[str, Tensor] = torch.func.vmap(gradient, (None, 0))(weights, values)
+        found: dict[str, Tensor] = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, values)
         return found
-    except RuntimeError as error:
-        if not str(error).startswith("vmap: "):
-            raise
+    except (HapError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # vmap has many words for it; only one by one shows whether the model is at fault
+        pass
     count = len(next(iter(values.values())))
-    each = [gradient(weights, {i: t[k] for i, t in values.items()}) for k in range(count)]
+    each = [_gradient(loss, weights, {i: t[k] for i, t in values.items()}) for k in range(count)]
     return {name: torch.stack([g[name] for g in each]) for name in weights}
+
+
+def _gradient(loss: Callable[..., Tensor], weights: dict[str, Tensor], sample: dict[int, Tensor]) -> dict[str, Tensor]:
+    """The gradient of one sample by autograd alone, which leaves inputs as they are, so that numpy can read them."""
+    own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    with torch.enable_grad():
+        found = torch.autograd.grad(loss(own, sample), list(own.values()), materialize_grads=True)
+    return dict(zip(own, found, strict=True))
 
 
 def _by_sample(output: Any, count: int) -> dict[str, Tensor]:
