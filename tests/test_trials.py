@@ -83,7 +83,7 @@ def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pyte
     references = counting(monkeypatch, surgery, "_masked_outputs")
     groups = hap.trace(model, example())
     assert followers(groups) == {("0", "heads"), ("2", "heads")}
-    assert len(references) == 6  # one for each round of a model as small as one of these blocks
+    assert len(references) == 7  # one for each round of a model as small as one of these blocks
 
 
 class Idle(Heads):

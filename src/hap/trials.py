@@ -61,6 +61,8 @@ GROSS = 0.1
 
 SMALL = 12
 """Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
+BY_TURNS = (0.0, 0.0, 1.0)
+"""The round in which groups lose no, one, two, ... units in turns."""
 SMALL_MODEL = 100
 """Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
 LARGE_MODEL = 20_000
@@ -543,7 +545,8 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
 
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
     every layer something stays, and of what may be `counted`. In the further rounds of small models some groups stay
-    whole, so that it shows which number counts which. Those that are `sliced` go from the model that is tried alone,
+    whole, and in the last one neighbours, which are often as long, lose different numbers of units, so that it shows
+    which number counts which. Those that are `sliced` go from the model that is tried alone,
     the first ones first: with little left in both, all of it would be on one side of where they are sliced, and those
     behind that place could go without a trace.
     """
@@ -551,9 +554,10 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
     pairs = []
     rounds = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
-    rounds += [(0.6, 0.5, 0.5)] * 4 if groups.units < SMALL_MODEL else []
+    rounds += [*[(0.6, 0.5, 0.5)] * 4, BY_TURNS] if groups.units < SMALL_MODEL else []
     rounds = rounds[: 1 if groups.units > LARGE_MODEL or heavy else None]
-    for few, many, often in rounds:
+    for how in rounds:
+        few, many, often = how
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = set()
@@ -561,7 +565,7 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
             if (classes != 0).all() and len(able := units[groups.sustaining(units, classes)]):
                 spared.add(int(able[np.argmax(rank[able])]))
         fewer, more = {}, {}
-        for name, group in groups.items():
+        for place, (name, group) in enumerate(groups.items()):
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
             order = order if draw.random() < often else []
             first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
@@ -570,6 +574,8 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
             elif heavy and 0 < len(order) < SMALL:
                 first = min(max(len(group) - int(draw.integers(*FEW, endpoint=True)), 0), len(order) - 1)
             then = int(draw.integers(first, len(order)) + 1) if order else 0
+            if how is BY_TURNS:
+                first, then = 0, place % (len(order) + 1)
             fewer[name], more[name] = order[:first], order[:then]
         pairs.append((fewer, more))
     return pairs
