@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hap.files import write_atomic
+from hap.files import write_text
 from hap.groups import Group, Groups
 
 COLOURS = ("#1668dc", "#d97706", "#0f8a6d", "#8b5cf6", "#d6336c", "#0891b2")
@@ -44,11 +44,7 @@ class Rail:
 def draw(groups: Groups, path: str | Path) -> None:
     """Write the drawing to an .svg file."""
     text = to_svg(groups)
-    write_atomic(path, lambda temporary: _write(temporary, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def to_svg(groups: Groups) -> str:

@@ -1,5 +1,6 @@
 """Writing files so that a reader, or a run cut short, never sees half of one."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -11,7 +12,7 @@ from hap.distributed import may_write
 from hap.errors import HapError
 
 
-def write_atomic(path: str | Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: str | Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step.
 
     Missing folders are made. When `write` fails, an older file at `path` stays as it was. Of several processes that
@@ -39,12 +40,21 @@ def write_atomic(path: str | Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: str | Path, obj: Any) -> None:
     """Write `obj` as indented JSON, atomically. Not-a-number and infinity are refused: they are not JSON."""
-    text = json.dumps(obj, indent=2, allow_nan=False) + "\n"
-    write_atomic(path, lambda temporary: _write_text(temporary, text))
+    write_text(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def write_text(path: str | Path, text: str) -> None:
+    """Write text, atomically."""
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def digest(path: str | Path) -> str:
+    """The SHA-256 of a file's content."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise HapError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _umask() -> int:

@@ -64,10 +64,12 @@ class Calls:
 
     def __init__(self, modules: Iterable[str]):
         self.names = set(modules)
+        self.model: nn.Module | None = None
         self.found: dict[str, Call] = {}
 
     def listen_(self, model: nn.Module) -> None:
         """To this copy, which nobody else uses, and to none that was listened to before."""
+        self.model = model
         self.found.clear()
         for name in self.names:
             model.get_submodule(name).register_forward_pre_hook(self._enter(name), with_kwargs=True)

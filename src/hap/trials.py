@@ -383,13 +383,13 @@ class Trial:
         following = frozenset(map(id, (*self.rest_lengths, *lengths)))
         if self.calls is None or self.calls[:2] != (cut, following):
             return list(kinds), []
+        told = (Without.FAILS, Without.DIFFERS)
         places = Counter((x.module, x.attribute, x.entry) for x in lengths)
         for x in lengths:
             alone = places[x.module, x.attribute, x.entry] == 1  # else it is not known which axis it counts
             kind = _attribute_kind(x)
-            if alone and kinds[kind] not in (Without.FAILS, Without.DIFFERS) and self._was_read(x):
+            if alone and kinds[kind] not in told and self._was_read(x):
                 kinds[kind] = self.calls[2].without(x, self.model.get_submodule(x.module))
-        told = (Without.FAILS, Without.DIFFERS)
         return [k for k, w in kinds.items() if w not in told], [k for k, w in kinds.items() if w is Without.DIFFERS]
 
     def _needs(self, name: str) -> list[Length] | None:
@@ -432,17 +432,11 @@ class Trial:
                              for side, spread in ((fewer, more), (more, more), (more, fewer)))  # fmt: skip
         fits, failed = True, None
         calls = Calls({x.module for x in following.values()})
-        copies: list[nn.Module] = []
-
-        def listen(model: nn.Module) -> None:
-            calls.listen_(model)
-            copies[:] = [model]
-
         if self.reads is not None:
             self.reads.forget(self.watched)
         try:
             tried = replace(drafted(plan), exact=True)
-            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), listen)
+            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), calls.listen_)
             if spanned and key not in self.spread:
                 self._run(replace(drafted(other), exact=False), None, self.wanted[key])
                 self.spread.add(key)
@@ -450,7 +444,8 @@ class Trial:
             fits, failed = False, _failing_module(error)
         else:
             self.ran = True
-            self.pruned = copies[0], tried, self.example
+            assert calls.model is not None
+            self.pruned = calls.model, tried, self.example
             self.calls = (frozenset(cut), frozenset(following), calls)
             self._be_precise(self.wanted[key])
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
@@ -465,19 +460,19 @@ class Trial:
     def _run(
         self, plan: Plan, base: Plan | None, wanted: list[Any] | None, listen: Listener | None = None
     ) -> list[Any]:
-        run = partial(check_by_running, self.model, plan, {}, self.example, base, gross=GROSS, listen=listen)
+        run = partial(
+            check_by_running, self.model, plan, {}, self.example, base, wanted=wanted, gross=GROSS, listen=listen
+        )
         if torch.compiler.is_exporting() or self.asked.known:
-            return run(wanted=wanted)
+            return run()
         try:
             with exporting(self.asked):
-                found = run(wanted=wanted)
-            self.asked.known = True
-            return found
+                found = run()
         except Exception:  # it may be what stands for the answer that does not work where a bool would
-            with exporting(False):
-                found = run(wanted=wanted)
-            self.asked.known = self.asked.heard = True
-            return found
+            found = run()
+            self.asked.heard = True
+        self.asked.known = True
+        return found
 
 
 def tried(trial_with: Callable[[Mapping[str, float]], Trial]) -> tuple[Trial, list[str], list[str]]:

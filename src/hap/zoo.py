@@ -6,7 +6,6 @@ says so, and the checksum that it must have.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -19,7 +18,7 @@ from hap import models
 from hap.checkpoint import load as load_checkpoint
 from hap.checkpoint import read
 from hap.errors import HapError
-from hap.files import write_json
+from hap.files import digest, write_json
 
 MANIFEST = "manifest.json"
 BESIDE = Path(__file__).parents[2] / "zoo"
@@ -90,11 +89,6 @@ def _folder(folder: str | Path | None) -> Path:
     if folder is not None:
         return Path(folder)
     return BESIDE if BESIDE.is_dir() else Path("zoo")
-
-
-def digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_manifest(chosen: Mapping[str, str], folder: Path, results: Path) -> dict[str, Entry]:

@@ -17,7 +17,7 @@ from hap.experiments.glue_report import render as render_page
 from hap.experiments.head_costs import measure as measure_costs
 from hap.experiments.head_latency import measure
 from hap.experiments.networks import pick_device
-from hap.files import write_atomic
+from hap.files import write_text
 
 DEFAULTS = Settings()
 
@@ -75,7 +75,7 @@ def glue(
     """
     if render is not None:
         page = render_page(results)
-        write_atomic(render, lambda path: _write(path, page))
+        write_text(render, page)
         wrote(render)
         return
     chosen, shares = jobs(_tasks(task), criteria.split(","), range(seeds)), _shares(heads)
@@ -130,7 +130,3 @@ def _shares(text: str) -> tuple[float, ...]:
     if not shares or not all(0 < share < 1 for share in shares):
         raise HapError(f"--heads is {text!r}; expected shares that are LEFT, between 0 and 1, such as 0.8,0.5")
     return shares
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

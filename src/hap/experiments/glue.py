@@ -28,11 +28,10 @@ from hap.experiments.device_use import fast_products, release, use_of
 from hap.experiments.results import read_json
 from hap.experiments.tuning import Tuned, Tuning, precision_of, predict, tune
 from hap.experiments.zoo_models import import_torchvision
-from hap.files import write_json
+from hap.files import digest, write_json
 from hap.groups import Groups
 from hap.provenance import provenance
 from hap.scoring import Criterion
-from hap.zoo import digest
 
 Say = Callable[[str], None]
 KIND, FORMAT = "hap-glue", 1

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hap
+from hap import files
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments.config import Experiment, PruneStep
@@ -263,11 +264,7 @@ def forget(experiment: Experiment) -> None:
 
 def digest(path: str | Path) -> str:
     """A fingerprint of a file's content."""
-    try:
-        with Path(path).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError as error:
-        raise HapError(f"{path} cannot be read: {error.strerror or error}") from error
+    return files.digest(path)[:16]
 
 
 def _read_if_there(path: Path) -> Any:

@@ -21,7 +21,7 @@ from hap.experiments.zoo_summary import (
     sentences,
     summary,
 )
-from hap.files import write_atomic
+from hap.files import write_text
 from hap.report.markdown import table
 
 BEGIN, END = "<!-- from results/zoo.json by python -m hap.experiments.zoo_page -->", "<!-- end of it -->"
@@ -69,11 +69,7 @@ def main(root: Path) -> None:
     page = root / "docs" / "architectures.md"
     result = json.loads((root / "results" / "zoo.json").read_text(encoding="utf-8"))
     text = rendered(page.read_text(encoding="utf-8"), result)
-    write_atomic(page, lambda path: _write(path, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text(page, text)
 
 
 if __name__ == "__main__":

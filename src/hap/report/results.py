@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import BEST, DENSE, HAP_ROWS, MANY_IMAGES, jobs, short
-from hap.files import write_atomic
+from hap.files import write_text
 from hap.report.markdown import (
     NOT_RUN,
     accuracy,
@@ -58,17 +58,12 @@ def write_results(folders: Folders, out: Path, manifest: Mapping[str, Entry],
     images = out.parent / "images"
     paths = {name: images / f"results-{name}.svg" for name in figures}
     for name, path in paths.items():
-        text = figures[name]
-        write_atomic(path, lambda temporary, text=text: _write(temporary, text))  # type: ignore[misc]
+        write_text(path, figures[name])
     shown = {name: f"images/{path.name}" for name, path in paths.items()}
     page = Page(records, rows, manifest, shown)
     text = "\n\n".join(part for section in SECTIONS if (part := section(page))) + "\n"
-    write_atomic(out, lambda temporary: _write(temporary, text))
+    write_text(out, text)
     return [out, *paths.values()]
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _figures(rows: Sequence[Row], records: Mapping[str, Record]) -> dict[str, str]:
