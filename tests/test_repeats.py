@@ -233,3 +233,24 @@ def test_streams_of_branches_are_tried_in_full() -> None:
     joint, union = (hap.trace(model, example, coupling) for coupling in ("joint", "union"))
     assert sorted(joint) == ["0", "1.one", "2.one", "3.one"]
     assert sorted(union) == sorted([*joint, "1.two", "2.two", "3.two"])
+
+
+class Typed(nn.Module):
+    """Casts its input to the type of a weight deep inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(8, 24), *(Block() for _ in range(3)), nn.Linear(24, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.blocks[3]
+        assert isinstance(last, Block)
+        return self.blocks(x.to(last.up.weight.dtype))
+
+
+def test_a_block_that_is_missed_is_tried_after_all() -> None:
+    torch.manual_seed(0)
+    model, example = Typed().eval(), torch.randn(2, 5, 8)
+    groups = hap.trace(model, example)
+    assert len(groups) == 6 and not groups.padded
+    hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)

@@ -250,10 +250,13 @@ class Groups(Mapping[str, Group]):
         """The stream classes that these classes feed."""
         return np.unique(self.feeds[np.isin(self.feeds[:, 0], classes), 1])
 
+    def sources(self, classes: Ints) -> Ints:
+        """The classes that feed any of these streams."""
+        return self.feeds[np.isin(self.feeds[:, 1], classes), 0]
+
     def sustaining(self, units: Ints, classes: Ints) -> Bools:
         """Which of these unit classes keep something in `classes` alive, themselves or through a stream."""
-        sources = self.feeds[np.isin(self.feeds[:, 1], classes), 0]
-        return np.isin(units, classes) | np.isin(units, sources)
+        return np.isin(units, classes) | np.isin(units, self.sources(classes))
 
     def spans(self) -> Iterator[Ints]:
         """Classes of which some must stay: along an axis of a parameter, or what an attribute counts."""

@@ -6,6 +6,7 @@ was called with while the model ran.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -71,24 +72,10 @@ class Calls:
         """To this copy, which nobody else uses, and to none that was listened to before."""
         self.model = model
         self.found.clear()
+        me = weakref.proxy(self)  # a copy that held what holds it would stay until garbage is collected
         for name in self.names:
-            model.get_submodule(name).register_forward_pre_hook(self._enter(name), with_kwargs=True)
-            model.get_submodule(name).register_forward_hook(self._leave(name))
-
-    def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in self.found:
-                self.found[name] = Call(module, (args, kwargs), _versions((args, kwargs)))
-
-        return enter
-
-    def _leave(self, name: str) -> Any:
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self.found[name].returned is None:
-                call = self.found[name]
-                call.returned, call.versions = output, [*call.versions, *_versions(output)]
-
-        return leave
+            model.get_submodule(name).register_forward_pre_hook(_entering(me, name), with_kwargs=True)
+            model.get_submodule(name).register_forward_hook(_leaving(me, name))
 
     def without(self, length: Length, dense: Any) -> Without:
         """What becomes of the module with the attribute as it is in the `dense` module."""
@@ -105,6 +92,23 @@ class Calls:
             return Without.FAILS
         finally:
             setattr(call.module, length.attribute, followed)
+
+
+def _entering(calls: Calls, name: str) -> Any:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in calls.found:
+            calls.found[name] = Call(module, (args, kwargs), _versions((args, kwargs)))
+
+    return enter
+
+
+def _leaving(calls: Calls, name: str) -> Any:
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = calls.found[name]
+        if call.returned is None:
+            call.returned, call.versions = output, [*call.versions, *_versions(output)]
+
+    return leave
 
 
 def _with_entry(followed: Any, dense: Any, entry: int) -> Any:

@@ -193,10 +193,12 @@ class Trial:
 
         Blocks that look alike may still differ in what they do with other sizes, unless all their attributes are equal;
         and others may look into them. Where neither is so, that run is left to the check of apply_, which runs all
-        blocks anyway and refuses what does not fit.
+        blocks anyway and refuses what does not fit. What was found while a block was missed says nothing.
         """
         whole = self.whole() if self.repeats.unlike or (self.repeats.blocks and self._looked_into()) else None
         self.further += [whole] if whole is not None else []
+        if self.reads is not None and self.reads.missed:
+            return whole
         fits = whole is None or whole._fits([n for n in whole.able if n not in misfits], self.found, rounds=1)
         return None if fits else whole
 
@@ -547,6 +549,10 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
+    is_unit = np.zeros(groups.classes, dtype=bool)
+    is_unit[units] = True
+    spans = [np.append(x, groups.sources(x)) for x in (*groups.spans(), *counted) if x.all()]
+    sustaining = [able for x in spans if len(able := x[is_unit[x]])]
     pairs = []
     rounds = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
     rounds += [*[(0.6, 0.5, 0.5)] * 4, BY_TURNS] if groups.units < SMALL_MODEL else []
@@ -555,10 +561,7 @@ def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy
         few, many, often = how
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
-        spared = set()
-        for classes in (*groups.spans(), *counted):
-            if (classes != 0).all() and len(able := units[groups.sustaining(units, classes)]):
-                spared.add(int(able[np.argmax(rank[able])]))
+        spared = {int(able[np.argmax(rank[able])]) for able in sustaining}
         fewer, more = {}, {}
         for place, (name, group) in enumerate(groups.items()):
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]

@@ -26,6 +26,7 @@ class Reads:
 
     def __init__(self, model: nn.Module):
         self.names: set[tuple[str, str]] = set()
+        self.missed: set[str] = set()
         self.running = False
         self.classes: dict[tuple[type, bool], Any] = {}
 
@@ -41,12 +42,15 @@ class Reads:
     def watch_(self, module: nn.Module, name: str, passing: bool = False) -> bool:
         """Note what is read of this module, known by a name; `passing`: let it return what it is given.
 
-        False, if its class cannot have such a subclass.
+        One that passes on has no use for its tensors and submodules, and copies without them take less time. If they
+        are asked for all the same, it is among those `missed`. False, if its class cannot have such a subclass.
         """
 
-        def note(attribute: str) -> None:
+        def note(attribute: str, missed: bool = False) -> None:
             if self.running:
                 self.names.add((name, attribute))
+            if self.running and passing and (missed or attribute in CONTENTS):
+                self.missed.add(name)
 
         key = (type(module), passing)
         try:
@@ -56,6 +60,8 @@ class Reads:
         except TypeError:
             return False
         self.classes[key] = kind
+        if passing:
+            vars(module).update({contents: {} for contents in CONTENTS})
         return True
 
     def forget(self, modules: Set[str]) -> None:
@@ -76,7 +82,12 @@ def _watched(kind: Any, passing: bool) -> Any:
             return _noted(self, name, super().__getattribute__(name))
 
         def __getattr__(self, name: str) -> Any:  # tensors and submodules, which no plain look-up finds
-            return _noted(self, name, super().__getattr__(name))
+            try:
+                return _noted(self, name, super().__getattr__(name))
+            except AttributeError:
+                if note := vars(self).get("_note"):
+                    note(name, missed=True)
+                raise
 
     if passing:
         Watched.forward = _pass_on
