@@ -157,6 +157,9 @@ def test_a_sweep_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.M
 def test_processes_that_end_badly_are_records() -> None:
     died = zoo._ending(-9)
     assert (died, zoo._ending(3)) == ("the process was killed: SIGKILL", "the process ended with 3")
+    said = ["loading", "terminate called", "Fatal Python error: Aborted", "Thread 1:", '  File "a.py", line 3 in f']
+    assert zoo._ending(-6, said) == 'the process was killed: SIGABRT (terminate called) (File "a.py", line 3 in f)'
+    assert zoo._ending(1, said[:1]) == "the process ended with 1 (loading)"
     assert zoo._cut_short({"verified": False}, died) == {"verified": False, "why": died}
     assert "seconds" not in zoo._cut_short({"verified": False, "steps_done": 3, "seconds": 7.0}, died)
     pruned = zoo._cut_short({"verified": True}, died)

@@ -285,19 +285,27 @@ class Blocks(Part):
 
 def _pick_parts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The forward pre-hook of a module that gets parts of tables."""
+    parts = module.parts
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    module.parts.taken = []
-    for part in module.parts:
+    taken = vars(parts)["taken"] = []
+    for part in parts:
         whole = given[part.argument]
-        given[part.argument] = part(whole)
-        module.parts.taken.append((given[part.argument], whole))
-    return tuple(given[i] for i in range(len(args))), {k: v for k, v in given.items() if isinstance(k, str)}
+        given[part.argument] = part.forward(whole)
+        taken.append((given[part.argument], whole))
+    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
 
 def _give_back(module: Any, args: Any, output: Any) -> Any:
     """The forward hook of such a module: a table that it hands on leaves whole, so that others can pick their parts."""
-    taken, module.parts.taken = module.parts.taken, []
-    return pytree.tree_map(lambda x: next((whole for part, whole in taken if part is x), x), output)
+    parts = module.parts
+    taken, vars(parts)["taken"] = vars(parts)["taken"], []
+
+    def whole(x: Any) -> Any:
+        return next((whole for part, whole in taken if part is x), x)
+
+    if type(output) is tuple and all(x is None or isinstance(x, Tensor) for x in output):  # what most return: fast
+        return tuple(map(whole, output))
+    return pytree.tree_map(whole, output)
 
 
 def _attach_narrowing(module: nn.Module, narrow: Narrow) -> None:

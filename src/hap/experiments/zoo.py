@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -101,6 +102,7 @@ class Worker:
         self.flops, self.seconds, self.memory = flops, seconds, memory
         self.patience = 3 * seconds + 300  # it keeps to its limits itself, unless it hangs where nothing can stop it
         self.process: asyncio.subprocess.Process | None = None
+        self.errors = tempfile.TemporaryFile("ab+")  # noqa: SIM115 (it goes with the worker)
 
     async def measure(self, job: Job) -> Record:
         """The last record that the process printed of this model; however it ended, there is one, with a reason."""
@@ -111,13 +113,14 @@ class Worker:
         except TimeoutError:
             await self.kill()
             return _cut_short(records[-1], f"did not end in {self.patience:g} s")
-        return _cut_short(records[-1], _ending(code)) if code else records[-1]
+        return _cut_short(records[-1], _ending(code, self._said())) if code else records[-1]
 
     async def _ask(self, job: Job, records: list[Record]) -> int:
         """Adds what the process prints; returns how it ended."""
         process = self.process = self.process or await self._start()
         assert process.stdin is not None and process.stdout is not None
         spec, tool = job
+        self.errors.truncate(0)
         process.stdin.write(json.dumps([spec, self.flops, tool, self.seconds, self.memory]).encode() + b"\n")
         while line := await process.stdout.readline():
             found = _parsed(line)
@@ -130,10 +133,15 @@ class Worker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-W", "ignore", "-m", "hap.experiments.zoo_worker", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=os.environ | ALONE,
-            start_new_session=True, limit=2**24,
+            sys.executable, "-W", "ignore", "-X", "faulthandler", "-m", "hap.experiments.zoo_worker",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self.errors,
+            env=os.environ | ALONE, start_new_session=True, limit=2**24,
         )  # fmt: skip
+
+    def _said(self) -> list[str]:
+        """The lines that the process wrote to its standard error since it was asked last."""
+        self.errors.seek(0)
+        return [line for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
 
     async def kill(self) -> None:
         """End the process and what it has forked."""
@@ -159,10 +167,14 @@ def _cut_short(record: Record, ending: str) -> Record:
     return {key: value for key, value in record.items() if key != "seconds"} | {"why": ending}
 
 
-def _ending(code: int) -> str:
+def _ending(code: int, said: Sequence[str] = ()) -> str:
+    """How a process ended, and what it said last: the line before Python's report of where it was, and the first."""
     if code == TOO_LARGE:
         return "needed more memory than it may have"
-    return f"the process was killed: {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code}"
+    fatal = next((i for i, line in enumerate(said) if line.startswith("Fatal Python error")), len(said))
+    where = [line.strip() for line in said[fatal:] if line.lstrip().startswith("File ")]
+    words = "".join(f" ({line[:300]})" for line in (*said[max(fatal - 1, 0) : fatal], *where[:1]))
+    return f"the process {f'was killed: {signal.Signals(-code).name}' if code < 0 else f'ended with {code}'}{words}"
 
 
 def _has_peer() -> bool:
