@@ -88,7 +88,7 @@ class Settings:
     after: Tuning = field(default_factory=lambda: Tuning(epochs=10))
     budgets: tuple[float, ...] = BUDGETS
     calibration: int = 256
-    score_batch: int = 16
+    score_batch: int = 32
     probes: int = 50
     together: int = 4
     graphs: bool = True
