@@ -87,9 +87,11 @@ def _in_short(tasks: Mapping[str, Sequence[Record]]) -> list[str]:
 
 
 def _means(records: Sequence[Record], criterion: str) -> dict[int, float]:
-    """Each seed's mean score over the shares that the claim is about, of seeds that have them all."""
-    found = [_values(records, criterion, share) for share in CLAIMED]
-    return {seed: statistics.mean(x[seed] for x in found) for seed in found[0] if all(seed in x for x in found)}
+    """Each seed's mean score over the shares that the claim is about, of seeds that have all that the task has."""
+    measured = {b["heads"] for r in records for b in r["budgets"]}
+    found = [_values(records, criterion, share) for share in CLAIMED if share in measured]
+    seeds = set[int].intersection(*map(set, found)) if found else set()
+    return {seed: statistics.mean(x[seed] for x in found) for seed in sorted(seeds)}
 
 
 def _lead(records: Sequence[Record]) -> tuple[float, float, int] | None:
