@@ -112,7 +112,8 @@ class Trial:
         self.candidates = [x for x in asked if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
         self.model, self.loud = self._prepared(model, loud), bool(loud)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
-        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups, self._heavy())
+        self.heavy = self._heavy()
+        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups, self.heavy)
         self.able = [n for n in self.groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
@@ -362,13 +363,14 @@ class Trial:
     def _needed(self, names: list[str], lengths: list[Length]) -> list[Length] | None:
         """Without those that need not follow: a number may equal the length of an axis by chance. None: nothing fits.
 
-        One round shows that, unless all of them together do not bear it out.
+        One round shows that, unless all of them together do not bear it out. Where a round takes long, a number that
+        changes what its module returns is not asked for once more.
         """
         for rounds in (1, None):
             if not self._fits(names, lengths, rounds):
                 return None
             needed, (spare, doubtful) = lengths, self._spare(names, lengths)
-            singly = [*(spare if len(spare) > 1 else ()), *doubtful]
+            singly = [*(spare if len(spare) > 1 else ()), *(() if self.heavy else doubtful)]
             for kinds in (spare, *({kind} for kind in singly)):  # all at once, or one by one
                 fewer = [x for x in needed if _attribute_kind(x) not in kinds]
                 if len(fewer) < len(needed) and self._fits(names, fewer, rounds):

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 import hap
 from hap.errors import HapError
+from hap.examples import run
 from hap.experiments.zoo_hugging_face import HUGGING_FACE
+
+SIDE = 224
+"""Images have that many pixels a side, where a model takes them: larger ones tell no more and take longer."""
 
 
 class Missing(HapError):
@@ -47,7 +51,20 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
     if not timm.is_model(name):
         raise Missing.of(timm, name)
     model: Any = timm.create_model(name)
-    return model, torch.randn(1, *model.pretrained_cfg["input_size"])
+    channels, height, width = model.pretrained_cfg["input_size"]
+    small = torch.randn(1, channels, SIDE, SIDE)
+    return model, small if min(height, width) > SIDE and _takes(model, small) else torch.randn(
+        1, channels, height, width
+    )
+
+
+def _takes(model: nn.Module, example: Tensor) -> bool:
+    """Whether it runs: many a model counts on the size of its images."""
+    try:
+        run(model, example)
+    except Exception:  # whatever it raises where sizes do not fit
+        return False
+    return True
 
 
 # ---- torchvision --------------------------------------------------------------------------------------------
@@ -63,15 +80,15 @@ def _torchvision(name: str) -> tuple[nn.Module, Any]:
     if name not in library.models.list_models():
         raise Missing.of(library, name)
     if name.startswith(DETECTORS):
-        sizes = {} if name.startswith("ssd") else {"min_size": 224, "max_size": 224}  # the smallest side, not 800
+        sizes = {} if name.startswith("ssd") else {"min_size": SIDE, "max_size": SIDE}  # the smallest side, not 800
         if "rcnn" in name:  # fewer proposals: without torchvision's own kernels, each takes long to cut out
             sizes |= {"rpn_pre_nms_top_n_test": 200, "rpn_post_nms_top_n_test": 50}
         model = library.models.get_model(name, weights=None, weights_backbone=None, **sizes)
-        return model, ([torch.rand(3, 224, 224)],)
+        return model, ([torch.rand(3, SIDE, SIDE)],)
     if name.startswith(SEGMENTERS):
-        return library.models.get_model(name, weights=None, weights_backbone=None), torch.randn(1, 3, 224, 224)
+        return library.models.get_model(name, weights=None, weights_backbone=None), torch.randn(1, 3, SIDE, SIDE)
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    side = 299 if name == "inception_v3" else 224
+    side = 299 if name == "inception_v3" else SIDE
     return library.models.get_model(name, weights=None, **options), torch.randn(1, 3, side, side)
 
 
