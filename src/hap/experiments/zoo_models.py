@@ -53,9 +53,9 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
     model: Any = timm.create_model(name)
     channels, height, width = model.pretrained_cfg["input_size"]
     small = torch.randn(1, channels, SIDE, SIDE)
-    return model, small if min(height, width) > SIDE and _takes(model, small) else torch.randn(
-        1, channels, height, width
-    )
+    if min(height, width) > SIDE and _takes(model, small):
+        return model, small
+    return model, torch.randn(1, channels, height, width)
 
 
 def _takes(model: nn.Module, example: Tensor) -> bool:
