@@ -79,3 +79,38 @@ def test_what_a_tokenizer_returns() -> None:
     plan = hap.plan(heads, scores, hap.Budget(channels=0.5))
     hap.apply_(model, plan, encoded)
     assert model(**encoded).logits.shape == (3, 2)
+
+
+class Normalising(nn.Module):
+    """Writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 12, 3), nn.Tanh(), nn.Conv2d(12, 4, 3), nn.Flatten(), nn.LazyLinear(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5).add_(1)
+        return self.layers(x)
+
+
+def test_a_forward_that_writes_to_its_input_changes_no_example_and_no_score() -> None:
+    torch.manual_seed(0)
+    model = Normalising().double().eval()
+    x, y = torch.randn(4, 3, 8, 8).double(), torch.randint(5, (4,))
+    model(x.clone())
+    before = x.clone()
+    groups = hap.trace(model, x)
+    assert groups.units == 12 + 4
+    scores = hap.score(model, groups, [(x, y)], F.cross_entropy, hap.JointTrace(probes=4, seed=0))
+    plain = hap.trace(model.layers, before * 0.5 + 1)
+    wanted = hap.score(
+        model.layers,
+        plain,
+        [(before * 0.5 + 1, y)],
+        F.cross_entropy,
+        hap.JointTrace(probes=4, seed=0),
+    )
+    for name, values in wanted.items():
+        torch.testing.assert_close(scores[f"layers.{name}"], values)
+    hap.prune_(model, x, criterion="magnitude", flops=0.5)
+    assert torch.equal(x, before)

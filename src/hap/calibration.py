@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.examples import call_arguments, evaluating, plain
+from hap.examples import call_arguments, copied, evaluating, plain
 
 RIDGE = 1e-6
 
@@ -77,7 +77,7 @@ def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dic
 
     with evaluating(model), torch.no_grad(), watching(model, {n: add(n) for n in names}):
         for x in inputs_of(batches, next(model.parameters()).device):
-            args, kwargs = call_arguments(x)
+            args, kwargs = copied(call_arguments(x))
             model(*args, **kwargs)
     return sums
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 
@@ -42,9 +43,14 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def copied(inputs: Any) -> Any:
+    """The same with copies of all tensors: a forward may write to what it is given, and that is given again."""
+    return pytree.tree_map_only(Tensor, torch.clone, inputs)
+
+
 def run(model: nn.Module, example: Any) -> Any:
     """The model's output on an example, in eval mode and without a graph."""
-    args, kwargs = call_arguments(example)
+    args, kwargs = copied(call_arguments(example))
     with evaluating(model), torch.no_grad():
         return model(*args, **kwargs)
 
@@ -68,6 +74,7 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, 
         for leaf, tensor in {**module._parameters, **module._buffers}.items()
     }
     every = {name: lent[id(tensor)] for name, tensor in places.items() if id(tensor) in lent}
+    args, kwargs = copied((args, kwargs))
     return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
 
 
