@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap import trials
+from hap import rounds, trials
 from hap.capturing import Asked, exporting
 from hap.groups import Length
 from hap.missing import Calls, Without
@@ -127,7 +127,7 @@ def test_a_number_that_is_alike_by_chance_does_not_follow(kind: type[Windowed]) 
 
 
 def test_modules_that_miss_an_attribute_spare_a_run_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "SMALL_MODEL", 0)
+    monkeypatch.setattr(rounds, "SMALL_MODEL", 0)
     runs = counting(monkeypatch, trials, "check_by_running")
     model = nn.Sequential(Heads(6), Hidden(), nn.Linear(24, 5)).double()
     assert followers(hap.trace(model, example())) == {("0", "heads")}
@@ -188,17 +188,17 @@ def test_heavy_models_are_tried_once_with_few_heads(monkeypatch: pytest.MonkeyPa
     model = nn.Sequential(Heads(6), Hidden(), Hidden(), nn.Linear(24, 5)).double()
     light = hap.trace(model, example())
     monkeypatch.setattr(trials, "HEAVY_MODEL", 0)
-    tried: list[trials.Removal] = []
-    removals = trials._trial_removals
+    tried: list[rounds.Removal] = []
+    removals = trials.rounds_of
 
-    def noting(*args: Any) -> list[trials.Removal]:
+    def noting(*args: Any) -> list[rounds.Removal]:
         return tried.extend(found := removals(*args)) or found
 
     monkeypatch.setattr(trials, "HEAVY_UNITS", 0)
-    monkeypatch.setattr(trials, "_trial_removals", noting)
+    monkeypatch.setattr(trials, "rounds_of", noting)
     heavy = hap.trace(model, example())
     assert len(tried) == 1
     fewer, more = tried[0]
-    assert 6 - trials.FEW[1] <= len(fewer["0.qkv"]) <= 6 - trials.FEW[0]
+    assert 6 - rounds.FEW[1] <= len(fewer["0.qkv"]) <= 6 - rounds.FEW[0]
     assert len(fewer["0.qkv"]) < len(more["0.qkv"]) < 6
     assert followers(heavy) == followers(light) and list(heavy) == list(light)

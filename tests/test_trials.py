@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap import comparing, rules, surgery, trials, zeros
+from hap import checking, comparing, rounds, rules, trials, zeros
 from hap.capturing import capture
 from hap.tracing import Tracer
 from hap.zeros import ATTENTION
@@ -80,7 +80,7 @@ def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_l
 
 def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Heads(6), Hidden(), Heads(6), Hidden()).double()
-    references = counting(monkeypatch, surgery, "_masked_outputs")
+    references = counting(monkeypatch, checking, "_masked_outputs")
     groups = hap.trace(model, example())
     assert followers(groups) == {("0", "heads"), ("2", "heads")}
     assert len(references) == 7  # one for each round of a model as small as one of these blocks
@@ -100,7 +100,7 @@ class Idle(Heads):
 @pytest.mark.parametrize("fixed", [False, True])
 def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
     model = nn.Sequential(Idle(6, fixed), Hidden(), nn.Linear(24, 5)).double()
-    monkeypatch.setattr(trials, "SMALL_MODEL", 0)
+    monkeypatch.setattr(rounds, "SMALL_MODEL", 0)
     runs = counting(monkeypatch, trials, "check_by_running")
     groups = hap.trace(model, example())
     assert followers(groups) == (set() if fixed else {("0", "heads")})
@@ -168,7 +168,7 @@ def test_weights_of_next_to_nothing_do_not_hide_what_comes_before_them(scale: fl
 
 
 def test_what_is_far_off_is_not_run_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubled = counting(monkeypatch, surgery, "in_float64")
+    doubled = counting(monkeypatch, checking, "in_float64")
     model, x = nn.Sequential(nn.Linear(8, 8), Windowed(), nn.Linear(8, 5)), torch.randn(1, 12, 8)
     assert followers(hap.trace(model, x, ignore=["0", "1.out"])) == {("1", "heads"), ("1", "width")}
     assert not doubled

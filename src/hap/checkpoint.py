@@ -14,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hap.attachments import Part, Stream
 from hap.errors import HapError
 from hap.files import write_atomic
 from hap.implants import ImplantModule
 from hap.plans import Plan
-from hap.surgery import Part, Stream, rebuild_
+from hap.surgery import rebuild_
 
 FORMAT = 1
 

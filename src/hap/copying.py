@@ -11,10 +11,13 @@ import copyreg
 from collections import OrderedDict
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.examples import named_tensors
 
 ATOMS = frozenset({
     int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, FunctionType,
@@ -43,6 +46,24 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
         made.__setstate__({name: deepcopied(item, memo) for name, item in value.__getstate__().items()})
         return made
     return copy.deepcopy(value, memo)
+
+
+def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
+    """A copy with some tensors changed. Other parameters are shared."""
+    memo: dict[int, Any] = {}
+    tensors = named_tensors(model)
+    for name, new in changed.items():
+        old = tensors[name]
+        wrap = isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter)
+        memo[id(old)] = nn.Parameter(new, old.requires_grad) if wrap else new
+    for tensor in tensors.values():
+        if isinstance(tensor, nn.Parameter):
+            memo.setdefault(id(tensor), tensor)
+    made = cast(nn.Module, deepcopied(model, memo))
+    if shared := {id(m) for m in model.modules()} & {id(m) for m in made.modules()}:
+        name = next(n for n, m in model.named_modules() if id(m) in shared)
+        raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")
+    return made
 
 
 @lru_cache(maxsize=4096)

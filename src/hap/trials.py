@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from hap.blocks import heads
 from hap.capturing import Asked, exporting, modules_in
+from hap.checking import Listener, check_by_running
 from hap.comparing import in_float64
+from hap.copying import variant
 from hap.cost import CostModel
 from hap.errors import HapError
 from hap.groups import Groups, Ints, Length
@@ -26,12 +28,11 @@ from hap.missing import Calls, Without
 from hap.parts import touched
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, without
-from hap.surgery import Listener, check_by_running, variant
+from hap.rounds import rounds_of
 from hap.telling import telling_weights
 from hap.untold import Rows, untold
 from hap.watching import Reads
 
-Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
 Key = tuple[int, frozenset[str], frozenset[int]]
 """A round, the groups that lose units in it, and the attributes, by id, that follow those of them that are spanned."""
 
@@ -59,19 +60,9 @@ GROSS = 0.1
 """Outputs that differ by more than this, relative to the largest, are not run again in float64 to tell why."""
 
 
-SMALL = 12
-"""Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
-BY_TURNS = (0.0, 0.0, 1.0)
-"""The round in which groups lose no, one, two, ... units in turns."""
-SMALL_MODEL = 100
-"""Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
-LARGE_MODEL = 20_000
-"""Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
 HEAVY_MODEL = 60_000_000
 """So are those whose layers write more values than this, if they have more than so many units:"""
 HEAVY_UNITS = 1_000
-FEW = (2, 4)
-"""How many units are left at first of small groups in them, such as heads that look at each of 4096 places."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,7 @@ class Trial:
         self.model, self.loud = self._prepared(model, loud), bool(loud)
         sliced_groups = {n for n in self.groups if np.isin(self._reach(n), sliced).any()}
         self.heavy = self._heavy()
-        self.removals = _trial_removals(self.groups, [x.classes for x in self.candidates], sliced_groups, self.heavy)
+        self.removals = rounds_of(self.groups, [x.classes for x in self.candidates], sliced_groups, self.heavy)
         self.able = [n for n in self.groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
@@ -537,45 +528,3 @@ def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
 
 def _attribute_kind(length: Length) -> AttributeKind:
     return _kind_of(length.module), length.attribute, length.entry, length.axis
-
-
-def _trial_removals(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool = False) -> list[Removal]:
-    """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
-
-    Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
-    every layer something stays, and of what may be `counted`. In the further rounds of small models some groups stay
-    whole, and in the last one neighbours, which are often as long, lose different numbers of units, so that it shows
-    which number counts which. Those that are `sliced` go from the model that is tried alone,
-    the first ones first: with little left in both, all of it would be on one side of where they are sliced, and those
-    behind that place could go without a trace.
-    """
-    draw = np.random.default_rng(0)
-    units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
-    is_unit = np.zeros(groups.classes, dtype=bool)
-    is_unit[units] = True
-    spans = [np.append(x, groups.sources(x)) for x in (*groups.spans(), *counted) if x.all()]
-    sustaining = [able for x in spans if len(able := x[is_unit[x]])]
-    pairs = []
-    rounds = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
-    rounds += [*[(0.6, 0.5, 0.5)] * 4, BY_TURNS] if groups.units < SMALL_MODEL else []
-    rounds = rounds[: 1 if groups.units > LARGE_MODEL or heavy else None]
-    for how in rounds:
-        few, many, often = how
-        rank = np.zeros(groups.classes)
-        rank[units] = draw.permutation(len(units))
-        spared = {int(able[np.argmax(rank[able])]) for able in sustaining}
-        fewer, more = {}, {}
-        for place, (name, group) in enumerate(groups.items()):
-            order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
-            order = order if draw.random() < often else []
-            first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
-            if name in sliced:
-                first, order = 0, sorted(order)
-            elif heavy and 0 < len(order) < SMALL:
-                first = min(max(len(group) - int(draw.integers(*FEW, endpoint=True)), 0), len(order) - 1)
-            then = int(draw.integers(first, len(order)) + 1) if order else 0
-            if how is BY_TURNS:
-                first, then = 0, place % (len(order) + 1)
-            fewer[name], more[name] = order[:first], order[:then]
-        pairs.append((fewer, more))
-    return pairs

@@ -1,0 +1,198 @@
+"""The executed check: whether a pruned model does on an example what its plan says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap.comparing import VALUES, difference, in_float64, is_float32, largest, outputs
+from hap.copying import variant
+from hap.cutting import cut_tensors, follow_, shortened
+from hap.errors import HapError
+from hap.examples import named_tensors
+from hap.implants import ImplantModule
+from hap.parts import touched
+from hap.plans import Cut, Plan
+from hap.telling import telling_weights
+from hap.untold import telling_example
+from hap.zeros import Remembering, SkippingZeros, Sparse
+
+REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
+Listener = Callable[[nn.Module], None]
+LARGE = 1 << 14
+"""Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
+
+
+def verify_plan(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
+) -> None:
+    """The check of apply_.
+
+    With a classifier of zeros any two models agree: such weights get values, alike in both. So do constant inputs.
+    """
+    model, example = touched(model, example, [cut.name for cut in plan.cuts])
+    example = telling_example(model, example)
+    if changed := telling_weights(model):
+        model = variant(model, changed)
+        shorter = cut_tensors(model, plan)
+    check_by_running(model, plan, implants, example, shorter=shorter)
+
+
+def check_by_running(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None = None,
+    shorter: dict[str, Tensor] | None = None, wanted: list[Any] | None = None, gross: float | None = None,
+    listen: Listener | None = None,
+) -> list[Any]:  # fmt: skip
+    """Raise HapError unless the pruned model does on the example what the plan says. Changes nothing.
+
+    It is held against the dense model with zeros in place of what goes; with `base`, a milder plan, against what that
+    one leaves of the dense model, which runs faster. `shorter` holds what the plan leaves of tensors, where that is
+    known, and `wanted` what that model with zeros returns, which is returned for the next time: in float64, where
+    float32 was not enough to tell. A difference of more than `gross` times the largest value is no rounding. `listen`
+    gets the pruned copy before it runs.
+    """
+    shorter = cut_tensors(model, plan) if shorter is None else shorter
+    problem, wanted = _compare(model, plan, implants, example, base, shorter, wanted, gross=gross, listen=listen)
+    if problem and problem.startswith(VALUES):  # rounding, or a real difference? Float64 without short cuts tells.
+        exact, again = model, example
+        if is_float32(model):
+            exact, again = in_float64(model, example)
+            implants = {k: copy.deepcopy(v).double() for k, v in implants.items()}
+        problem, wanted = _compare(exact, plan, implants, again, base, cut_tensors(exact, plan), skip=False)
+    if problem:
+        raise HapError(f"{REFUSED}: {problem}")
+    return wanted
+
+
+def _compare(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
+    shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True, gross: float | None = None,
+    listen: Listener | None = None,
+) -> tuple[str | None, list[Any]]:  # fmt: skip
+    """What differs between the pruned and the masked model, in words, and what the masked one returns."""
+    try:
+        # a forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart
+        pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
+        follow_(pruned, plan, copy.deepcopy(implants))
+        if listen is not None:
+            listen(pruned)
+        known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
+        with known or nullcontext():
+            seen = outputs(pruned, example)
+    except Exception as error:
+        raise HapError(f"{REFUSED}: its forward fails with {_in_a_line(error)}") from error
+    if wanted is None:
+        try:
+            wanted = _reference(model, plan, implants, example, base, shorter, known)
+        except Exception as error:
+            why = f"the model with zeros in place of what goes fails with {_in_a_line(error)}"
+            raise HapError(f"the pruned model cannot be checked, so nothing was changed: {why}") from error
+    problem = difference(wanted, seen, plan.exact)
+    if problem and problem.startswith(VALUES) and gross is not None and _apart(wanted, seen, gross):
+        problem = f"beyond all rounding, {problem}"
+    return problem, wanted
+
+
+def _apart(wanted: list[Any], seen: list[Any], gross: float) -> bool:
+    """Whether outputs, all of them finite, differ by more than so many times the largest value."""
+    pairs = [(a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.is_floating_point()]
+    pairs = [(a, b) for a, b in pairs if a.numel()]
+    finite = all(bool(x.isfinite().all()) for pair in pairs for x in pair)
+    return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+
+
+def _reference(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
+    shorter: dict[str, Tensor], known: Remembering | None,
+) -> list[Any]:  # fmt: skip
+    """What the masked model returns. If it fails with short cuts, it is run without: vmap, say, forbids some."""
+    try:
+        return _masked_outputs(model, plan, implants, example, base, shorter, known)
+    except Exception:
+        if known is None:
+            raise
+    return _masked_outputs(model, plan, implants, example, base, shorter, None)
+
+
+def _masked_outputs(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
+    shorter: dict[str, Tensor], known: Remembering | None,
+) -> list[Any]:  # fmt: skip
+    """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts.
+
+    Each implant is written out as the k x k kernel it equals. With what is `known` of the pruned model, large weights
+    are not multiplied by zeros, and what both models compute from the same inputs is taken from there.
+    """
+    tensors, cuts = named_tensors(model), _by_name(base)
+    grafted = {name for g in plan.grafts for name in (f"{g.module}.weight", f"{g.module}.bias")}
+    changed = {n: tensors[n].detach().clone() for n in grafted if n in tensors and n not in _by_name(plan)}
+    sparse: dict[nn.Parameter, Sparse] = {}
+    for name, masks in _by_name(plan).items():
+        tensor = tensors[name].detach()
+        if known is not None and _worth_skipping(tensors[name], name) and name not in grafted:
+            thin = _sparse(name, tensor, shorter[name], cuts.get(name, {}), masks)
+            changed[name] = placeholder = thin.placeholder()
+            sparse[placeholder] = thin
+        else:
+            changed[name] = _zeroed(tensor, cuts.get(name, {}), masks)
+    masked = variant(model, changed)
+    if base is not None:
+        follow_(masked, base, {})
+    modules, inputs = dict(masked.named_modules()), {name: list(keep) for name, keep in plan.kept_inputs().items()}
+    for graft in plan.grafts:
+        weight, implant, rows = modules[graft.module].weight, implants[graft.module], list(graft.rows)
+        assert isinstance(weight, Tensor)
+        dense = weight.data.new_zeros(len(rows), *weight.shape[1:])
+        dense[:, inputs.get(graft.weight, list(range(weight.shape[1])))] = implant.kernel()
+        weight.data[rows] = dense
+        if implant.bias_values is not None:
+            modules[graft.module].bias.data[rows] = implant.bias_values.detach()
+    with nullcontext() if known is None else SkippingZeros(sparse, known):
+        return outputs(masked, example)
+
+
+def _by_name(plan: Plan | None) -> dict[str, dict[int, Cut]]:
+    """The cuts of each tensor, by axis."""
+    found: dict[str, dict[int, Cut]] = {}
+    for cut in plan.cuts if plan else ():
+        found.setdefault(cut.name, {})[cut.dim] = cut
+    return found
+
+
+def _worth_skipping(tensor: Tensor, name: str) -> bool:
+    large = tensor.numel() >= LARGE and tensor.ndim > 1 and tensor.is_floating_point()
+    return large and isinstance(tensor, nn.Parameter) and "parametrizations." not in name
+
+
+def _sparse(name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Sparse:
+    """A tensor that is cut, and zero where more of it would be cut."""
+    shape = [len(cuts[d].keep) if d in cuts else size for d, size in enumerate(tensor.shape)]
+    index = {}
+    for dim, mask in masks.items():
+        place = torch.arange(mask.size, device=tensor.device)
+        if dim in cuts:
+            place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
+        index[dim] = place[list(mask.keep)]
+    return Sparse(small, tuple(shape), index, name)
+
+
+def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Tensor:
+    """A new tensor, cut along some axes and zero where more of it would be cut."""
+    for cut in cuts.values():
+        tensor = shortened(tensor, cut)
+    tensor = tensor if cuts else tensor.clone()
+    for dim, mask in masks.items() if tensor.is_floating_point() else ():
+        stay = set(mask.keep)
+        gone = [i for i, k in enumerate(cuts[dim].keep if dim in cuts else range(mask.size)) if k not in stay]
+        nearly = 1e-12 if "parametrizations." in mask.name else 0.0  # a row of zeros has no direction to keep
+        tensor.index_fill_(dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nearly)
+    return tensor

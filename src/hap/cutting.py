@@ -1,0 +1,119 @@
+"""Cut the tensors of a model as a plan says, and make all else follow: attributes, implants, what stands around."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from hap.attachments import attach_implant, attach_narrowing, attach_widening
+from hap.examples import named_tensors
+from hap.fewer_heads import FewerHeads
+from hap.implants import ImplantModule
+from hap.plans import Cut, Plan
+
+
+def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """What the plan leaves of the tensors that it cuts."""
+    tensors = named_tensors(model)
+    shorter: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for cut in plan.cuts:
+            shorter[cut.name] = shortened(shorter.get(cut.name, tensors[cut.name].detach()), cut)
+    return shorter
+
+
+def operate_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
+    tensors = named_tensors(model)
+    with torch.no_grad():
+        for name, tensor in shorter.items():
+            _replace_data(tensors[name], tensor)
+    follow_(model, plan, implants)
+
+
+def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
+    """Everything but the tensors, which are cut already: attributes, implants and what stands around modules."""
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        aliases.setdefault(id(tensor), []).append(name)
+    touched: dict[str, dict[str, list[int]]] = {}
+    for cut in plan.cuts:
+        for alias in aliases[id(tensors[cut.name])]:
+            owner, leaf = _owner(modules, alias, tensors[cut.name])
+            shape = touched.setdefault(owner, {}).setdefault(leaf, list(tensors[cut.name].shape))
+            shape[cut.dim] = cut.size
+    for owner, before in touched.items():
+        _sync(modules[owner], before)
+    for resize in plan.resizes:
+        old = vars(modules[resize.module])[resize.attribute]
+        if isinstance(old, tuple | list):
+            new = type(old)([*old[: resize.entry], resize.value, *old[resize.entry + 1 :]])
+        setattr(modules[resize.module], resize.attribute, new if isinstance(old, tuple | list) else resize.value)
+    for graft in plan.grafts:
+        attach_implant(modules[graft.module], implants[graft.module], graft)
+    for widen in plan.widenings:
+        attach_widening(modules[widen.module], widen)
+    for narrow in plan.narrowings:
+        attach_narrowing(modules[narrow.module], narrow)
+
+
+def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[str, str]:
+    """The module that a tensor belongs to and its name there, also where that is computed from it."""
+    owner, _, leaf = name.rpartition(".")
+    layer, found, parametrized = owner.rpartition("parametrizations.")
+    if found and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
+        return layer.rstrip("."), parametrized
+    return owner, leaf
+
+
+def _replace_data(tensor: Tensor, shorter: Tensor) -> None:
+    """Through .data, so that modules that share the parameter go on sharing it."""
+    if tensor.requires_grad:  # a graph still alive holds a gradient accumulator of the old shape; a new type drops it
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = shorter
+    tensor.grad = None
+
+
+def shortened(tensor: Tensor, cut: Cut) -> Tensor:
+    index = torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
+    return tensor.index_select(cut.dim, index).contiguous(memory_format=_format(tensor))
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    channels_last = (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    )
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+# ---- attributes follow the tensors --------------------------------------------------------------------------
+
+
+def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
+    """Make a module's integers agree with its tensors again. `before` holds the old shapes of those that were cut."""
+    if isinstance(module, _ConvNd):
+        _sync_convolution(module, before.get("weight", list(module.weight.shape)))
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, _NormBase):
+        vectors = (module.weight, module.bias, module.running_mean)
+        module.num_features = next(len(v) for v in vectors if v is not None)
+    elif isinstance(module, nn.GroupNorm):
+        module.num_channels = len(module.weight)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.MultiheadAttention):
+        FewerHeads.take_over(module)
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
+
+
+def _sync_convolution(module: _ConvNd, before: list[int]) -> None:
+    weight = module.weight
+    if module.groups > 1 and (module.transposed or module.groups >= before[1]):  # whole groups went: rules._tie_groups
+        module.groups = module.groups * weight.shape[0] // before[0]
+    first, second = weight.shape[0], weight.shape[1] * module.groups
+    module.in_channels, module.out_channels = (first, second) if module.transposed else (second, first)
