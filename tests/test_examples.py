@@ -114,3 +114,32 @@ def test_a_forward_that_writes_to_its_input_changes_no_example_and_no_score() ->
         torch.testing.assert_close(scores[f"layers.{name}"], values)
     hap.prune_(model, x, criterion="magnitude", flops=0.5)
     assert torch.equal(x, before)
+
+
+class Merging(nn.Module):
+    """Adds a part to its weight for evaluation, and takes it out again for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.part, self.merged = nn.Linear(6, 6), torch.ones(6, 6), False
+
+    def train(self, mode: bool = True) -> "Merging":
+        if mode == self.merged:
+            self.layer.weight.data += -self.part if mode else self.part
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight if self.merged else self.layer.weight + self.part
+        return F.linear(x, weight, self.layer.bias)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mode_that_changes_more_than_a_flag_is_restored(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), Merging(), nn.Linear(6, 2)).train(training)
+    x = torch.randn(3, 4)
+    before = model(x)
+    hap.cost(model, x)
+    assert hap.trace(model, x).units == 0  # its part would not fit what is left of the weight
+    torch.testing.assert_close(model(x), before)
+    assert all(m.training is training for m in model.modules())

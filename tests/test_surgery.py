@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hap
 from cases import CASES
@@ -258,3 +258,34 @@ def test_union_adds_zeros_only_where_needed() -> None:
     both_gone = hap.draft(groups, {"b1.1.0": [0, 3], "stem.0": [0, 3]})
     assert both_gone.widenings == ()
     assert [c.keep for c in both_gone.cuts if c.name == "b2.0.0.weight" and c.dim == 1] == [(1, 2, 4, 5)]
+
+
+class Written(nn.Module):
+    """Attention with a bias for each head, which evaluation writes out once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+        self.biases = nn.Parameter(torch.randn(4, 3))
+        self.written: Tensor | None = None
+
+    def train(self, mode: bool = True) -> "Written":
+        self.written = None if mode else self.written
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.written is None or self.training:
+            self.written = self.biases[:, (torch.arange(5)[:, None] - torch.arange(5)).abs().clamp(max=2)]
+        q, k, v = self.qkv(x).unflatten(-1, (self.heads, 6)).transpose(1, 2).chunk(3, -1)
+        return self.out(((q @ k.mT + self.written).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_was_written_out_for_evaluation_is_written_anew() -> None:
+    torch.manual_seed(0)
+    model, example = nn.Sequential(Written(), nn.Linear(8, 3)).double().eval(), torch.randn(2, 5, 8).double()
+    model(example)
+    groups = hap.trace(model, example)
+    heads = hap.heads(groups)
+    assert [len(groups[n]) for n in heads] == [4]
+    hap.apply_(model, hap.draft(groups, {heads[0]: [0, 2]}), example)
+    assert not any(m.training for m in model.modules()) and model(example).shape == (2, 5, 3)

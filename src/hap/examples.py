@@ -21,8 +21,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        _restore(model, modes)
+
+
+def let_go(model: nn.Module) -> None:
+    """Let modules forget what they have computed from their tensors for evaluation: training makes that void.
+
+    Such as tables of attention biases, written out once.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    model.train()
+    _restore(model, modes)
+
+
+def _restore(model: nn.Module, modes: list[tuple[nn.Module, bool]]) -> None:
+    """By the method, which a class may have made its own to change more than a flag; then each module's flag."""
+    if model.training != modes[0][1]:
+        model.train(modes[0][1])
+    for module, mode in modes:
+        module.training = mode
 
 
 def plain(example: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -28,7 +27,7 @@ from hap.missing import Calls, Without
 from hap.parts import touched
 from hap.plans import Plan, draft
 from hap.repeats import NONE, Repeats, without
-from hap.rounds import rounds_of
+from hap.rounds import kind_of, rounds_of
 from hap.telling import telling_weights
 from hap.untold import Rows, untold
 from hap.watching import Reads
@@ -315,8 +314,8 @@ class Trial:
             if counting and attempt == 0 and self._fits(able, []):
                 return able, []
             self.failed = failed
-            kinds = {_kind_of(n) for n in able if self._blamed(n)}
-            fewer = [n for n in able if _kind_of(n) not in kinds]
+            kinds = {kind_of(n) for n in able if self._blamed(n)}
+            fewer = [n for n in able if kind_of(n) not in kinds]
             if not fewer or len(fewer) == len(able):
                 break
             able = fewer
@@ -334,7 +333,7 @@ class Trial:
         for name in names:
             first = self.groups[name].producers[0]
             whole = len(self.groups.axes[first.weight, first.dim]) == len(self.groups[name])
-            kinds.setdefault((_kind_of(name), whole), []).append(name)
+            kinds.setdefault((kind_of(name), whole), []).append(name)
         return sorted(kinds.values(), key=lambda kin: len(self._counting(kin[0])))
 
     def _be_precise(self, outputs: list[Any]) -> None:
@@ -514,11 +513,6 @@ def _failing_module(error: BaseException) -> str | None:
     return next((names[id(m)] for m in reversed(running) if names.get(id(m)) and [*m.children()]), None)
 
 
-def _kind_of(name: str) -> str:
-    """Names that differ in their numbers alone, such as those of repeated blocks, are of one kind."""
-    return re.sub(r"\d+", "#", name)
-
-
 def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
     """Kinds of these attributes, few at a time first."""
     kinds = list(dict.fromkeys(map(_attribute_kind, lengths)))
@@ -527,4 +521,4 @@ def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
 
 
 def _attribute_kind(length: Length) -> AttributeKind:
-    return _kind_of(length.module), length.attribute, length.entry, length.axis
+    return kind_of(length.module), length.attribute, length.entry, length.axis

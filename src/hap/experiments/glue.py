@@ -66,6 +66,8 @@ CRITERIA = ("hessian", "gradient", "magnitude", "random")
 IMPLANT = hap.NarrowHeads(ratio=0.5, rank=0.25)
 """With "narrow", the Hessian's ranking, half of the heads that would go keep a quarter of their width, at the same
 FLOPs: of the choices in benchmarks/narrow_heads.py the one that stays nearest to the dense network at 60%."""
+UNWRITTEN = {"implant": hap.NarrowHeads(ratio=0.5, rank=0.25).to_dict()}
+"""Settings that files do not hold which are older than their being written down."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Settings:
             "tuning": {which: self.tuning(which, job).to_dict() for which in ("dense", "after")},
             "criterion": criterion_of(job.criterion, job.seed, self.probes).to_dict(),
             "calibration": self.calibration,
-        }
+        } | ({"implant": IMPLANT.to_dict()} if job.criterion == "narrow" else {})
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,13 @@ class Campaign:
     def work_off(self, chosen: Sequence[Job], seconds: float | None = None) -> None:
         """Run what has no result yet, in order; with `seconds`, begin nothing that is expected to end later.
 
-        A job that fails does not keep the others from being done, unless it is the first: HapError names at the end
-        those that did.
+        A job that fails does not keep the others from being done, unless it is the first of all: HapError names at the
+        end those that did.
         """
         self._check_budgets()
-        begun, longest, failed, done = time.monotonic(), 0.0, [], 0
-        for job in [j for j in chosen if not self._is_done(j)]:
+        left = [j for j in chosen if not self._is_done(j)]
+        begun, longest, failed, done = time.monotonic(), 0.0, [], len(chosen) - len(left)
+        for job in left:
             started = time.monotonic()
             if seconds is not None and started - begun + 1.1 * longest > seconds:
                 self.say(f"stopped before {job.name}: the longest job took {longest:.0f} s")
@@ -192,7 +195,7 @@ class Campaign:
         if not path.exists():
             return False
         found = read_json(path)
-        check_same(path, found.get("settings", {}), self._settings(job))
+        check_same(path, UNWRITTEN | found.get("settings", {}), self._settings(job))
         shares = [b["heads"] for b in found["budgets"]]
         check_same(path, {"heads": sorted(shares)}, {"heads": sorted([1.0, *self.settings.budgets])})
         return True
@@ -280,7 +283,13 @@ class Campaign:
             return plan
         if self._narrowable is None:
             self._narrowable = hap.narrowable(self._fresh().eval(), self.groups(), self._example(torch.device("cpu")))
-        return hap.plan(self._narrowable, scores, hap.Budget(flops=plan.after.macs / plan.before.macs), IMPLANT)
+        try:
+            return hap.plan(self._narrowable, scores, hap.Budget(flops=plan.after.macs / plan.before.macs), IMPLANT)
+        except HapError as error:
+            raise HapError(
+                f"narrow heads cannot come down to the FLOPs of {budget:.0%} of the heads; give --heads no less than "
+                "they can, or --criteria without narrow"
+            ) from error
 
     def _example(self, device: torch.device) -> dict[str, Tensor]:
         ids = torch.randint(5, self.tokenizer.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -314,7 +323,7 @@ class Campaign:
         settings, done = self._settings(job), []
         if path.exists():
             found = read_json(path)
-            check_same(path, found["settings"], settings)
+            check_same(path, UNWRITTEN | found["settings"], settings)
             done = found["budgets"]
         left = [b for b in self.settings.budgets if b not in [d["heads"] for d in done]]
         for start in range(0, len(left), self.settings.together):

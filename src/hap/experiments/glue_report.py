@@ -229,7 +229,7 @@ def _costs(found: Sequence[Record]) -> list[str]:
         lines += [
             f"On {where}, {record['rows'][0]['examples']} texts of {record['task']}; one epoch of fine-tuning took "
             f"{dense['seconds_per_epoch']:.2f} s, of steps that are not recorded "
-            f"{plain['seconds_per_epoch']:.2f} s{step}.",
+            f"{plain['seconds_per_epoch']:.2f} s{step}. Revision: {record['revision']}.",
             "",
             *_table(
                 ["criterion", "texts at once", "s", "of an epoch", "of a plain one", "peak, GiB", "of a step's"], rows
@@ -250,7 +250,7 @@ def _latencies(found: Sequence[Record]) -> list[str]:
         lines += [
             f"On {_machine(record)} ({record['precision']}), {record['heads']:.0%} of the heads and "
             f"{record['macs_left']:.1%} of the multiply-adds left, {record['length']} tokens; medians, and the median "
-            "of the ratios of rounds in which both took turns.",
+            f"of the ratios of rounds in which both took turns. Revision: {record['revision']}.",
             "",
             *_table(["", "texts at once", "dense, ms", "pruned, ms", "times faster"], rows),
             "",
