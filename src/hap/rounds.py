@@ -17,7 +17,7 @@ SMALL = 12
 BY_TURNS = (0.0, 0.0, 1.0)
 """The round in which groups lose no, one, two, ... units in turns."""
 LEFT = (2, 3, 4)
-"""How many units of small groups are left in the first round, in turns."""
+"""How many units of small groups are left in the first two rounds, in turns."""
 SMALL_MODEL = 100
 """Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
 LARGE_MODEL = 20_000
@@ -35,12 +35,12 @@ def rounds_of(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool
     """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
 
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
-    every layer something stays, and of what may be `counted`. In the first round two or more stay of heads, and not as
-    many in neighbouring layers: a table of one head, or of as many, fits any other by chance. In the further rounds of
-    small models some groups stay whole, and in the last one neighbours, which are often as long, lose different numbers
-    of units, so that it shows which number counts which. Those that are `sliced` go from the model that is tried alone,
-    the first ones first: with little left in both, all of it would be on one side of where they are sliced, and those
-    behind that place could go without a trace. `heavy` models, which take long to run, are tried once.
+    every layer something stays, and of what may be `counted`. In one of the first two rounds two or more stay of heads,
+    and not as many in neighbouring layers: a table of one head, or of as many, fits any other by chance. In the further
+    rounds of small models some groups stay whole, and in the last one neighbours, which are often as long, lose different
+    numbers of units, so that it shows which number counts which. Those that are `sliced` go from the model that is tried
+    alone, the first ones first: with little left in both, all of it would be on one side of where they are sliced, and
+    those behind that place could go without a trace. `heavy` models, which take long to run, are tried once.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
@@ -68,8 +68,8 @@ def rounds_of(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool
             elif heavy and 0 < len(order) < SMALL:
                 first = min(max(len(group) - int(draw.integers(*FEW, endpoint=True)), 0), len(order) - 1)
             then = int(draw.integers(first, len(order)) + 1) if order else 0
-            if number == 0 and 0 < len(order) < SMALL and len(group) > 2:
-                then = min(len(group) - _left(len(group), turns[kind_of(name)], heavy), len(order))
+            if number < 2 and 0 < len(order) < SMALL and len(group) > 2:
+                then = min(len(group) - _left(len(group), turns[kind_of(name)] + number, heavy), len(order))
                 first = min(first, then - 1)
                 turns[kind_of(name)] += 1
             if how is BY_TURNS:
