@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hap.examples import call_arguments, call_with, evaluating
+from hap.examples import call_arguments, call_with, copied, evaluating
 from hap.groups import Bools, Groups, Ints, Product, Term
 from hap.implants import ChannelImplant, Implant
 
@@ -111,7 +111,7 @@ def _unfused() -> Iterator[None]:
 def cost(model: nn.Module, example: Any) -> Count:
     """Count parameters and multiply-adds by running the model once on the example."""
     counter = Counter()
-    args, kwargs = call_arguments(example)
+    args, kwargs = copied(call_arguments(example))
     detached = {
         n: p.detach() for n, p in model.named_parameters()
     }  # the counter hangs hooks on what requires a gradient

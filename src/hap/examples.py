@@ -91,7 +91,6 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, 
         for leaf, tensor in {**module._parameters, **module._buffers}.items()
     }
     every = {name: lent[id(tensor)] for name, tensor in places.items() if id(tensor) in lent}
-    args, kwargs = copied((args, kwargs))
     return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
 
 

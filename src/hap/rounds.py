@@ -37,10 +37,11 @@ def rounds_of(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool
     Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
     every layer something stays, and of what may be `counted`. In one of the first two rounds two or more stay of heads,
     and not as many in neighbouring layers: a table of one head, or of as many, fits any other by chance. In the further
-    rounds of small models some groups stay whole, and in the last one neighbours, which are often as long, lose different
-    numbers of units, so that it shows which number counts which. Those that are `sliced` go from the model that is tried
-    alone, the first ones first: with little left in both, all of it would be on one side of where they are sliced, and
-    those behind that place could go without a trace. `heavy` models, which take long to run, are tried once.
+    rounds of small models some groups stay whole, and in the last one neighbours, which are often as long, lose
+    different numbers of units, so that it shows which number counts which. Those that are `sliced` go from the model
+    that is tried alone, the first ones first: with little left in both, all of it would be on one side of where they
+    are sliced, and those behind that place could go without a trace. `heavy` models, which take long to run, are tried
+    once.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])

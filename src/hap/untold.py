@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.comparing import difference, in_float64
-from hap.examples import call_arguments, call_with, evaluating, plain, run
+from hap.examples import call_arguments, call_with, copied, evaluating, plain, run
 from hap.returned import known
 
 SILENT = 1e-6
@@ -100,7 +100,7 @@ def _silent_rows(
     """
     names = {weight for rows in groups.values() for weight, _, _ in rows}
     tensors = {n: p.detach().requires_grad_() for n, p in model.named_parameters(remove_duplicate=False) if n in names}
-    args, kwargs = call_arguments(example)
+    args, kwargs = copied(call_arguments(example))
     random = torch.Generator().manual_seed(0)
     with evaluating(model), torch.enable_grad():
         outputs = [x for x in _real(call_with(model, tensors, args, kwargs)) if x.requires_grad]
@@ -130,7 +130,7 @@ def _idle(model: nn.Module, example: Any, rows: list[Rows], wanted: list[Any]) -
         some = tensor.index_select(dim, place)
         drawn = torch.randn(some.shape, generator=random).to(some) * tensor.std()
         changed[weight] = tensor.index_copy(dim, place, drawn)
-    args, kwargs = call_arguments(example)
+    args, kwargs = copied(call_arguments(example))
     with evaluating(model), torch.no_grad():
         seen = pytree.tree_leaves(known(call_with(model, changed, args, kwargs)))
     return difference(wanted, seen, tolerance=SAME) is None

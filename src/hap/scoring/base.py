@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from hap import distributed
 from hap.calibration import pairs
 from hap.errors import HapError
-from hap.examples import call_arguments, call_with
+from hap.examples import call_arguments, call_with, copied
 from hap.groups import Group, Groups, Producer
 
 Loss = Callable[[Any, Any], Tensor]
@@ -89,7 +89,7 @@ class Problem:
                 "the model's parameters are sharded over the processes, which this criterion cannot work with; use "
                 'HessianTrace(method="exact"), "sampled" or "gauss-newton", or score before sharding'
             )
-        args, kwargs = call_arguments(batch[0])
+        args, kwargs = copied(call_arguments(batch[0]))
         with told("the model or the loss fails on a calibration batch"):
             output = call_with(self.model, weights, args, kwargs)
             _check_labels(output, batch[1], self.loss)
@@ -104,7 +104,7 @@ class Problem:
         """The model's output on the last sample of a batch by itself, without a graph."""
         count = samples(batch)
         alone = pytree.tree_map(lambda t: t[-1:] if is_per_sample(t, count) else t, batch[0])
-        args, kwargs = call_arguments(alone)
+        args, kwargs = copied(call_arguments(alone))
         with told("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"), torch.no_grad():
             return call_with(self.model, {}, args, kwargs)
 
