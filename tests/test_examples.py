@@ -143,3 +143,66 @@ def test_a_mode_that_changes_more_than_a_flag_is_restored(training: bool) -> Non
     assert hap.trace(model, x).units == 0  # its part would not fit what is left of the weight
     torch.testing.assert_close(model(x), before)
     assert all(m.training is training for m in model.modules())
+
+
+class Table(nn.Module):
+    """Writes its table out for evaluation alone, and has none else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(6))
+        self.train(True)
+
+    def train(self, mode: bool) -> "Table":  # type: ignore[override]
+        if mode and hasattr(self, "written"):
+            del self.written
+        elif not mode:
+            self.written = self.values.detach() * 2
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.values * 2 if self.training else self.written)
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluating", "frozen"])
+def test_modules_with_a_mode_of_their_own_are_left_as_they_were(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), Table(), nn.Linear(6, 2)).train(mode != "evaluating")
+    if mode == "frozen":
+        model[1].eval()
+    x = torch.randn(3, 4)
+    before, modes = model(x), [m.training for m in model.modules()]
+    groups = hap.trace(model, x)
+    torch.testing.assert_close(model(x), before)
+    assert [m.training for m in model.modules()] == modes
+    assert groups.units == 0  # what is written out has its size
+
+
+class Freezing(nn.Sequential):
+    """Training it freezes its first layer."""
+
+    def train(self, mode: bool = True) -> "Freezing":
+        if mode:
+            self[0].requires_grad_(False)
+        return super().train(mode)
+
+
+def test_what_is_trained_stays_so() -> None:
+    model = Freezing(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    groups = hap.trace(model, torch.randn(3, 4))
+    assert len(groups) == 1 and all(p.requires_grad for p in model.parameters())
+
+
+class Same(nn.Module):
+    """Asks whether it is given one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.own(q) if q is k else self.own(q) + self.cross(k)
+
+
+def test_one_tensor_given_twice_stays_one() -> None:
+    model, x = Same().eval(), torch.randn(3, 4)
+    assert hap.cost(model, (x, x)).macs == 48 and hap.cost(model, (x, x.clone())).macs == 96

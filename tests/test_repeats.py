@@ -254,3 +254,40 @@ def test_a_block_that_is_missed_is_tried_after_all() -> None:
     groups = hap.trace(model, example)
     assert len(groups) == 6 and not groups.padded
     hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
+
+
+class HandingOn(nn.Module):
+    """A block that looks for what it lacks in a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale_of = Block(), 2.0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_block_that_hands_attributes_on_is_tried_whole() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 24), nn.Linear(24, 3)
+            self.blocks = nn.ModuleList(HandingOn() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x) * (block.heads > 0)
+            return self.last(x)
+
+    torch.manual_seed(0)
+    model, example = Asking().eval(), torch.randn(2, 5, 8)
+    groups = hap.trace(model, example)
+    assert len(groups) == 6
+    hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)

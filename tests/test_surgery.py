@@ -280,6 +280,26 @@ class Written(nn.Module):
         return self.out(((q @ k.mT + self.written).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Summed(Written):
+    """Notes something of each head whenever it is to be evaluated."""
+
+    def train(self, mode: bool = True) -> "Written":
+        if not mode:
+            self.sums = self.biases.detach().view(self.heads, 3).sum(1)
+        return super().train(mode)
+
+
+def test_attributes_follow_before_a_model_is_evaluated_again() -> None:
+    torch.manual_seed(0)
+    model, example = nn.Sequential(Summed(), nn.Linear(8, 3)).double().eval(), torch.randn(2, 5, 8).double()
+    groups = hap.trace(model, example)
+    plan = hap.draft(groups, {hap.heads(groups)[0]: [0, 2]})
+    for verify in (True, False):
+        pruned = hap.apply_(copy.deepcopy(model), plan, example, verify=verify)
+        assert isinstance(pruned, nn.Sequential) and isinstance(pruned[0], Summed)
+        assert pruned[0].heads == len(pruned[0].sums) == 2
+
+
 def test_what_was_written_out_for_evaluation_is_written_anew() -> None:
     torch.manual_seed(0)
     model, example = nn.Sequential(Written(), nn.Linear(8, 3)).double().eval(), torch.randn(2, 5, 8).double()

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from hap import rules
 from hap.entries import Arguments, recording
 from hap.errors import CaptureError, HapError
-from hap.examples import call_arguments, evaluating, let_go, run
+from hap.examples import call_arguments, evaluating, letting_go, run
 from hap.repeats import noting_shapes
 from hap.returned import returning_what_is_known
 
@@ -70,12 +70,11 @@ def export(
 
     What modules have written out before would be constants of the graph, and what they write out now is of no use.
     """
-    let_go(model)
-    try:
-        with evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()), returning_what_is_known(model):
-            return torch.export.export(model, args, kwargs, strict=False)
-    finally:
-        let_go(model)
+    with (
+        letting_go(model), evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()),
+        returning_what_is_known(model),
+    ):  # fmt: skip
+        return torch.export.export(model, args, kwargs, strict=False)
 
 
 @contextmanager

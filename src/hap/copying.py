@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.examples import let_go, named_tensors
+from hap.examples import named_tensors
 
 ATOMS = frozenset({
     int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, FunctionType,
@@ -61,7 +61,7 @@ def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
             memo.setdefault(id(tensor), tensor)
     made = cast(nn.Module, deepcopied(model, memo))
     if changed:
-        let_go(made)
+        made.train(True)  # to forget what was written out for evaluation; whoever runs a copy evaluates it
     if shared := {id(m) for m in model.modules()} & {id(m) for m in made.modules()}:
         name = next(n for n, m in model.named_modules() if id(m) in shared)
         raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")

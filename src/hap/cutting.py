@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap.attachments import attach_implant, attach_narrowing, attach_widening
-from hap.examples import let_go, named_tensors
+from hap.examples import letting_go, named_tensors
 from hap.fewer_heads import FewerHeads
 from hap.implants import ImplantModule
 from hap.plans import Cut, Plan
@@ -26,11 +26,11 @@ def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 def operate_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
     tensors = named_tensors(model)
-    with torch.no_grad():
-        for name, tensor in shorter.items():
-            _replace_data(tensors[name], tensor)
-    let_go(model)
-    follow_(model, plan, implants)
+    with letting_go(model):
+        with torch.no_grad():
+            for name, tensor in shorter.items():
+                _replace_data(tensors[name], tensor)
+        follow_(model, plan, implants)
 
 
 def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:

@@ -21,23 +21,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(model, modes)
+        _restore(modes)
 
 
-def let_go(model: nn.Module) -> None:
-    """Let modules forget what they have computed from their tensors for evaluation: training makes that void.
+@contextmanager
+def letting_go(model: nn.Module) -> Iterator[None]:
+    """Training mode inside: there modules forget what they have written out for evaluation, such as tables of biases.
 
-    Such as tables of attention biases, written out once.
+    Every module's own mode is restored after, and what is trained.
     """
     modes = [(m, m.training) for m in model.modules()]
-    model.train()
-    _restore(model, modes)
+    trained = [(p, p.requires_grad) for p in model.parameters()]
+    model.train(True)
+    try:
+        yield
+    finally:
+        _restore(modes)
+        for parameter, flag in trained:
+            parameter.requires_grad_(flag)
 
 
-def _restore(model: nn.Module, modes: list[tuple[nn.Module, bool]]) -> None:
-    """By the method, which a class may have made its own to change more than a flag; then each module's flag."""
-    if model.training != modes[0][1]:
-        model.train(modes[0][1])
+def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
+    """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
+    for module, mode in modes:
+        if module.training != mode:
+            module.train(mode)
     for module, mode in modes:
         module.training = mode
 
@@ -62,7 +70,14 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def copied(inputs: Any) -> Any:
     """The same with copies of all tensors: a forward may write to what it is given, and that is given again."""
-    return pytree.tree_map_only(Tensor, torch.clone, inputs)
+    made: dict[int, Tensor] = {}  # one that is given twice stays one
+
+    def copy(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = x.clone()
+        return made[id(x)]
+
+    return pytree.tree_map_only(Tensor, copy, inputs)
 
 
 def run(model: nn.Module, example: Any) -> Any:

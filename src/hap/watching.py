@@ -47,9 +47,10 @@ class Reads:
         """
 
         def note(attribute: str, missed: bool = False) -> None:
-            if self.running:
-                self.names.add((name, attribute))
-            if self.running and passing and (missed or attribute in CONTENTS):
+            if not self.running:
+                return
+            self.names.add((name, attribute))
+            if passing and (missed or attribute in CONTENTS):
                 self.missed.add(name)
 
         key = (type(module), passing)
@@ -84,7 +85,7 @@ def _watched(kind: Any, passing: bool) -> Any:
         def __getattr__(self, name: str) -> Any:  # tensors and submodules, which no plain look-up finds
             try:
                 return _noted(self, name, super().__getattr__(name))
-            except AttributeError:
+            except Exception:  # a class that hands on what it lacks to a submodule recurses without it
                 if note := vars(self).get("_note"):
                     note(name, missed=True)
                 raise

@@ -67,7 +67,7 @@ IMPLANT = hap.NarrowHeads(ratio=0.5, rank=0.25)
 """With "narrow", the Hessian's ranking, half of the heads that would go keep a quarter of their width, at the same
 FLOPs: of the choices in benchmarks/narrow_heads.py the one that stays nearest to the dense network at 60%."""
 UNWRITTEN = {"implant": hap.NarrowHeads(ratio=0.5, rank=0.25).to_dict()}
-"""Settings that files do not hold which are older than their being written down."""
+"""Settings that files do not hold which are older than their being written down. It does not follow `IMPLANT`."""
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,9 @@ def _in_short(tasks: Mapping[str, Sequence[Record]]) -> list[str]:
             *(f"**{x[0]:+.2f} ± {x[1]:.2f}**" if x else "-" for x in leads),
         ]
     )
-    shares = ", ".join(f"{share:.0%}" for share in CLAIMED)
     return [
-        f"Mean over {shares} of the heads. The paper's claim, the Hessian ahead of the gradient by about one point "
-        "there, would show in the last row.",
+        f"Mean over {', '.join(f'{share:.0%}' for share in CLAIMED)} of the heads, as far as a task has them. The "
+        "paper's claim, the Hessian ahead of the gradient by about one point there, would show in the last row.",
         "",
         *_table(["after further training", *tasks], rows),
     ]
@@ -88,10 +87,14 @@ def _in_short(tasks: Mapping[str, Sequence[Record]]) -> list[str]:
 
 def _means(records: Sequence[Record], criterion: str) -> dict[int, float]:
     """Each seed's mean score over the shares that the claim is about, of seeds that have all that the task has."""
-    measured = {b["heads"] for r in records for b in r["budgets"]}
-    found = [_values(records, criterion, share) for share in CLAIMED if share in measured]
+    found = [_values(records, criterion, share) for share in _measured(records)]
     seeds = set[int].intersection(*map(set, found)) if found else set()
     return {seed: statistics.mean(x[seed] for x in found) for seed in sorted(seeds)}
+
+
+def _measured(records: Sequence[Record]) -> list[float]:
+    """The shares that the claim is about, as far as the task has them."""
+    return [share for share in CLAIMED if any(b["heads"] == share for r in records for b in r["budgets"])]
 
 
 def _lead(records: Sequence[Record]) -> tuple[float, float, int] | None:

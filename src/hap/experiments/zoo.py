@@ -86,6 +86,7 @@ async def _all(jobs: Iterable[Job], flops: float, seconds: float, memory: float,
                 done(job, await worker.measure(job))
         finally:
             await worker.kill()
+            worker.errors.close()
 
     try:
         async with asyncio.TaskGroup() as group:  # which waits for all of them, also when it is cancelled
@@ -120,7 +121,8 @@ class Worker:
         process = self.process = self.process or await self._start()
         assert process.stdin is not None and process.stdout is not None
         spec, tool = job
-        self.errors.truncate(0)
+        self.errors.seek(0)  # the process writes on from there
+        self.errors.truncate()
         process.stdin.write(json.dumps([spec, self.flops, tool, self.seconds, self.memory]).encode() + b"\n")
         while line := await process.stdout.readline():
             found = _parsed(line)
