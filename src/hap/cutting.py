@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -49,15 +51,18 @@ def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
         _sync(modules[owner], before)
     for resize in plan.resizes:
         old = vars(modules[resize.module])[resize.attribute]
-        if isinstance(old, tuple | list):
-            new = type(old)([*old[: resize.entry], resize.value, *old[resize.entry + 1 :]])
-        setattr(modules[resize.module], resize.attribute, new if isinstance(old, tuple | list) else resize.value)
+        setattr(modules[resize.module], resize.attribute, with_entry(old, resize.entry, resize.value))
     for graft in plan.grafts:
         attach_implant(modules[graft.module], implants[graft.module], graft)
     for widen in plan.widenings:
         attach_widening(modules[widen.module], widen)
     for narrow in plan.narrowings:
         attach_narrowing(modules[narrow.module], narrow)
+
+
+def with_entry(old: Any, entry: int, value: Any) -> Any:
+    """The value in place of the old one; of several in a tuple or list, in place of the one at `entry`."""
+    return type(old)([*old[:entry], value, *old[entry + 1 :]]) if isinstance(old, tuple | list) else value
 
 
 def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[str, str]:

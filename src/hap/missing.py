@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.comparing import difference
+from hap.cutting import with_entry
 from hap.examples import evaluating
 from hap.groups import Length
 from hap.zeros import NoEmptyHeads
@@ -84,8 +85,9 @@ class Calls:
             return Without.UNKNOWN
         if _versions((call.given, call.returned)) != call.versions:
             return Without.UNKNOWN
-        followed = getattr(call.module, length.attribute)
-        setattr(call.module, length.attribute, _with_entry(followed, getattr(dense, length.attribute), length.entry))
+        followed, whole = getattr(call.module, length.attribute), getattr(dense, length.attribute)
+        value = whole[length.entry] if isinstance(whole, tuple | list) else whole
+        setattr(call.module, length.attribute, with_entry(followed, length.entry, value))
         try:
             return Without.SAME if call.is_returned(call.again()) else Without.DIFFERS
         except Exception:  # a forward that gets other sizes than it counted on may raise anything
@@ -109,13 +111,6 @@ def _leaving(calls: Calls, name: str) -> Any:
             call.returned, call.versions = output, [*call.versions, *_versions(output)]
 
     return leave
-
-
-def _with_entry(followed: Any, dense: Any, entry: int) -> Any:
-    """The dense value; of several in a tuple, the one at `entry`."""
-    if isinstance(followed, tuple | list):
-        return type(followed)([*followed[:entry], dense[entry], *followed[entry + 1 :]])
-    return dense
 
 
 def _versions(values: Any) -> list[int]:

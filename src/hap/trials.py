@@ -60,7 +60,7 @@ GROSS = 0.1
 
 
 HEAVY_MODEL = 60_000_000
-"""So are those whose layers write more values than this, if they have more than so many units:"""
+"""Models whose layers write more values than this are tried once too, if they have more than so many units:"""
 HEAVY_UNITS = 1_000
 
 

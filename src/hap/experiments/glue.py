@@ -195,7 +195,7 @@ class Campaign:
         if not path.exists():
             return False
         found = read_json(path)
-        check_same(path, UNWRITTEN | found.get("settings", {}), self._settings(job))
+        check_same(path, found.get("settings", {}), self._settings(job))
         shares = [b["heads"] for b in found["budgets"]]
         check_same(path, {"heads": sorted(shares)}, {"heads": sorted([1.0, *self.settings.budgets])})
         return True
@@ -323,7 +323,7 @@ class Campaign:
         settings, done = self._settings(job), []
         if path.exists():
             found = read_json(path)
-            check_same(path, UNWRITTEN | found["settings"], settings)
+            check_same(path, found["settings"], settings)
             done = found["budgets"]
         left = [b for b in self.settings.budgets if b not in [d["heads"] for d in done]]
         for start in range(0, len(left), self.settings.together):
@@ -430,6 +430,7 @@ def load_transformers() -> Any:
 
 def check_same(path: Path, seen: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse to go on from a file that other settings made: its figures would be taken for those of these."""
+    seen = UNWRITTEN | seen
     if off := [k for k in wanted if seen.get(k) != wanted[k]]:
         raise HapError(
             f"{path} was made with {off[0]} {seen.get(off[0])}; expected {wanted[off[0]]}. Give the settings that made "

@@ -175,8 +175,8 @@ def _ending(code: int, said: Sequence[str] = ()) -> str:
         return "needed more memory than it may have"
     fatal = next((i for i, line in enumerate(said) if line.startswith("Fatal Python error")), len(said))
     where = [line.strip() for line in said[fatal:] if line.lstrip().startswith("File ")]
-    words = "".join(f" ({line[:300]})" for line in (*said[max(fatal - 1, 0) : fatal], *where[:1]))
-    return f"the process {f'was killed: {signal.Signals(-code).name}' if code < 0 else f'ended with {code}'}{words}"
+    how = f"was killed: {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    return f"the process {how}" + "".join(f" ({line[:300]})" for line in (*said[:fatal][-1:], *where[:1]))
 
 
 def _has_peer() -> bool:
