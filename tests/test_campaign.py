@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hap
 from hap.cli import app
 from hap.data import Data, Split
-from hap.experiments import sensitivity
+from hap.experiments import sensitivity, starting
 from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, prepare, select, status, work_off
 from hap.experiments.cifar10 import headline_networks
 from hap.experiments.cifar10 import jobs as cifar10_jobs
@@ -76,6 +76,25 @@ def test_what_can_start_is_pruned_ahead_of_its_training(data: Data, folders: Fol
     work_off(jobs, data, folders, say=quiet)
     assert said == ["pruned: pruning"] and folders.started("pruned").read_bytes() == made
     assert folders.result("pruned").exists()
+
+
+def test_budgets_that_rank_by_the_same_scores_score_once_and_others_anew(
+    data: Data, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replace(make_jobs()[1], prune=PruneStep("a", flops=0.5, criterion="hessian", probes=2))
+    others = [replace(first.prune, name="b", flops=0.7), replace(first.prune, name="c", probes=3)]
+    jobs = [first, *(replace(first, name=step.name, prune=step) for step in others)]
+    alone = Folders(tmp_path / "r", folders.networks, tmp_path / "w")
+    put_dense(folders)
+    for job in jobs:
+        prepare([job], data, alone, quiet)
+    times: list[str] = []
+    score = starting.score_step
+    monkeypatch.setattr(starting, "score_step", lambda *a: times.append("") or score(*a))
+    prepare(jobs, data, folders, quiet)
+    assert len(times) == 2
+    for job in jobs:
+        assert hap.read(folders.started(job.name)).plan == hap.read(alone.started(job.name)).plan
 
 
 def put_dense(folders: Folders) -> None:

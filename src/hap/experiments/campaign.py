@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from hap.checkpoint import load, read, save
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments.networks import example_of, fresh
-from hap.experiments.starting import IMAGES, BorrowedStep, Step, describe, opened, prune
+from hap.experiments.starting import IMAGES, BorrowedStep, Known, Step, describe, opened, prune
 from hap.files import write_json
 from hap.masking import dense_form, pruned_form, trains_alike
 from hap.plans import Plan
@@ -139,9 +140,7 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
 
 def prepare(jobs: Sequence[Job], data: Data, folders: Folders, say: Say = print) -> None:
     """Prune for all jobs that can run, so that their training begins at once. Another process may train meanwhile."""
-    for job in pending(jobs, folders):
-        if job.prune is not None and not folders.started(job.name).exists():
-            _start(job, data, folders, say)
+    _prune(pending(jobs, folders), data, folders, say)
 
 
 def _alike(job: Job, other: Job) -> bool:
@@ -174,7 +173,8 @@ def _train(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, se
            revision: str | None, say: Say) -> bool:  # fmt: skip
     """One batch of jobs; True when they are finished and recorded."""
     begun = time.monotonic()
-    trainees = [_trainee(job, data, folders, say, manner.masked_from) for job in jobs]
+    _prune(jobs, data, folders, say)
+    trainees = [_trainee(job, data, folders, manner.masked_from) for job in jobs]
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
     name = hashlib.sha256("\n".join(job.name for job in jobs).encode()).hexdigest()[:12]
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
@@ -193,9 +193,9 @@ def _train(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, se
     return done
 
 
-def _trainee(job: Job, data: Data, folders: Folders, say: Say, masked_from: float) -> Trainee:
+def _trainee(job: Job, data: Data, folders: Folders, masked_from: float) -> Trainee:
     """The job's network as training begins, in the shape that trains faster."""
-    model = _start(job, data, folders, say)
+    model = _start(job, data, folders)
     plan = read(folders.started(job.name)).plan if job.prune is not None else None
     if plan is None or not trains_alike(plan) or plan.after.macs < masked_from * plan.before.macs:
         return Trainee(model, plan, None)
@@ -203,24 +203,36 @@ def _trainee(job: Job, data: Data, folders: Folders, say: Say, masked_from: floa
     return Trainee(whole, plan, masks)
 
 
-def _start(job: Job, data: Data, folders: Folders, say: Say) -> nn.Module:
-    """The network as training begins, from `work` if it was made before."""
+def _start(job: Job, data: Data, folders: Folders) -> nn.Module:
+    """The network as training begins: a fresh one, or what pruning left in `work`."""
     device = data.train.images.device
     if job.prune is None:
         return fresh(job.model, data.classes, job.recipe.seed).to(device)
-    path, settings = folders.started(job.name), json.loads(json.dumps([describe(job.prune), job.images]))
-    if path.exists():
-        if read(path).about.get("settings", settings) != settings:
-            raise HapError(f"{path} was pruned with other settings than {job.name} has now; delete it to prune anew")
-        return opened(path, job.model, data.classes).to(device)
-    say(f"{job.name}: pruning")
-    model = _dense(job, data, folders)
-    dense = evaluate(model, data).accuracy
-    made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images)
-    metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
-               "scoring_seconds": made.seconds}  # fmt: skip
-    save(path, model, made.plan, metrics=metrics, about={"ranks": made.ranks, "settings": settings})
-    return model
+    path, settings = folders.started(job.name), _settings(job)
+    if read(path).about.get("settings", settings) != settings:
+        raise HapError(f"{path} was pruned with other settings than {job.name} has now; delete it to prune anew")
+    return opened(path, job.model, data.classes).to(device)
+
+
+def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
+    """Prune for those jobs for which this was not done before; what ranks units alike is found once for all of them."""
+    known: dict[str | None, Known] = {}
+    for job in jobs:
+        if job.prune is None or folders.started(job.name).exists():
+            continue
+        say(f"{job.name}: pruning")
+        model = _dense(job, data, folders)
+        dense, scores = evaluate(model, data).accuracy, known.setdefault(job.dense, {})
+        made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images, scores)
+        metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
+                   "scoring_seconds": made.seconds}  # fmt: skip
+        about = {"ranks": made.ranks, "settings": _settings(job)}
+        save(folders.started(job.name), model, made.plan, metrics=metrics, about=about)
+
+
+def _settings(job: Job) -> Any:
+    """How a job is pruned, as a checkpoint keeps it."""
+    return json.loads(json.dumps([describe(job.prune), job.images]))
 
 
 def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:

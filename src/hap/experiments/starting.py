@@ -19,6 +19,7 @@ from hap.experiments.config import PruneStep
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.steps import calibration, prune_step, score_step
 from hap.plans import Plan
+from hap.scoring import Scores
 
 IMAGES = 512
 """Training images that every method is given to score on, unless its job says otherwise."""
@@ -54,8 +55,13 @@ class Pruned:
     seconds: float
 
 
-def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES) -> Pruned:
-    """Prune in place; a PruneStep scores on so many `images`."""
+Known = dict[tuple[Any, ...], tuple[Scores, float]]
+"""Scores of one network by what they depend on, and the seconds that they took."""
+
+
+def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES,
+          known: Known | None = None) -> Pruned:  # fmt: skip
+    """Prune in place; a PruneStep scores on so many `images`, unless the scores are `known` already."""
     begun = time.monotonic()
     if isinstance(step, EigenStep):
         batches = calibration(data, model, IMAGES, seed)
@@ -64,8 +70,14 @@ def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, imag
     if isinstance(step, BorrowedStep):
         plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
         return Pruned(plan, None, time.monotonic() - begun)
-    groups, scores = score_step(model, data, step, images, seed, lambda _: None)
-    seconds = time.monotonic() - begun
+    known = {} if known is None else known
+    key = step.criterion, step.probes, step.coupling, images, seed
+    if key in known:
+        groups = hap.trace(model, example_of(data).to(next(iter(model.parameters())).device), step.coupling)
+    else:
+        groups, scores = score_step(model, data, step, images, seed, lambda _: None)
+        known[key] = scores, time.monotonic() - begun
+    scores, seconds = known[key]
     return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
 
 
