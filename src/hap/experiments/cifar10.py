@@ -88,7 +88,7 @@ def finetune_recipe(seed: int, protocol: str = "paper") -> Recipe:
     if protocol == "best":
         return recipes.get("best-finetune", epochs=160, eval_every=20, seed=seed)
     epochs = {"epochs": 40} if protocol == "short" else {}
-    return recipes.get("paper-finetune", precision="bf16", eval_every=20, seed=seed, **epochs)
+    return recipes.get("paper-finetune", precision="bf16", eval_every=4, seed=seed, **epochs)
 
 
 # ---- jobs ---------------------------------------------------------------------------------------------------
