@@ -1,6 +1,7 @@
 """trace: which channels live and die together, found without touching the model."""
 
 import gc
+import re
 
 import numpy as np
 import pytest
@@ -117,6 +118,36 @@ def test_frozen_is_listed(name: str, what: str, why: str) -> None:
     assert found, [(f.what, f.why) for f in groups.frozen]
     assert what in {f.what for f in found}
     assert all(f.why in str(groups) for f in found)
+
+
+def test_what_a_forward_raised_is_named() -> None:
+    frozen = {f.what: f.why for f in traced("hard_coded_view", "joint").frozen}
+    assert re.fullmatch(
+        r"the model's forward counts on its size: RuntimeError: shape '\[2, 28\]' is invalid for input of size \d+",
+        frozen["b"],
+    )
+
+
+class InnerWidth(nn.Module):
+    """Says how wide its hidden layer is, by code and not by an attribute; or returns something else without parts."""
+
+    def __init__(self, raises: bool):
+        super().__init__()
+        self.up, self.down, self.raises = nn.Linear(8, 20), nn.Linear(20, 8), raises
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).view(-1, 20) if self.raises else self.up(x) / self.up.weight.shape[0]
+        return x + self.down(hidden)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_was_raised_is_named_for_each_of_a_kind(raises: bool) -> None:
+    model = nn.Sequential(*(InnerWidth(raises) for _ in range(3))).eval()
+    frozen = {f.what: f.why for f in hap.trace(model, torch.randn(5, 8)).frozen}
+    raised = "the model's forward counts on its size: RuntimeError: shape '[-1, 20]' is invalid for input of size "
+    for i in range(3):
+        why = frozen[f"{i}.up"]
+        assert why.startswith(raised) if raises else why == "the model's forward counts on its size"
 
 
 @both

@@ -85,12 +85,12 @@ def _compare(
         with known or nullcontext():
             seen = outputs(pruned, example)
     except Exception as error:
-        raise HapError(f"{REFUSED}: its forward fails with {_in_a_line(error)}") from error
+        raise HapError(f"{REFUSED}: its forward fails with {in_a_line(error)}") from error
     if wanted is None:
         try:
             wanted = _reference(model, plan, implants, example, base, shorter, known)
         except Exception as error:
-            why = f"the model with zeros in place of what goes fails with {_in_a_line(error)}"
+            why = f"the model with zeros in place of what goes fails with {in_a_line(error)}"
             raise HapError(f"the pruned model cannot be checked, so nothing was changed: {why}") from error
     problem = difference(wanted, seen, plan.exact)
     if problem and problem.startswith(VALUES) and gross is not None and _apart(wanted, seen, gross):
@@ -106,7 +106,8 @@ def _apart(wanted: list[Any], seen: list[Any], gross: float) -> bool:
     return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
+    """The type of an exception and the first line of what it says."""
     return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
 
 

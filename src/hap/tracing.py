@@ -85,8 +85,14 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     if not misfits and not untold and not groups.padded:
         return replace(groups, lengths=(*groups.lengths, *trial.found))
     tracer.lengths += trial.found
-    reasons = dict.fromkeys(misfits, COUNTED) | dict.fromkeys(untold, UNTOLD)
+    reasons = _counted(misfits, trial) | dict.fromkeys(untold, UNTOLD)
     return tracer.without(groups, reasons, model, telling, shapes) if reasons or trial.found else groups
+
+
+def _counted(misfits: Sequence[str], trial: Trial) -> dict[str, str]:
+    """Why groups that do not fit are frozen: with what was raised where some of them went, if anything was."""
+    raised = trial.raised(misfits)
+    return {n: f"{COUNTED}: {raised[n]}" if n in raised else COUNTED for n in misfits}
 
 
 def _warn_of(names: Sequence[str]) -> None:
@@ -408,8 +414,8 @@ class Tracer:
             trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
             with closing(trial):
                 wrong = trial.unfit(among)
-            for name in wrong:
-                self.freeze(found[name].classes, name, COUNTED)
+            for name, why in _counted(wrong, trial).items():
+                self.freeze(found[name].classes, name, why)
             found = self.finish(groups.example) if wrong else found
         return found
 

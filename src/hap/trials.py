@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hap.blocks import heads
 from hap.capturing import Asked, exporting, modules_in
-from hap.checking import Listener, check_by_running
+from hap.checking import Listener, check_by_running, in_a_line
 from hap.comparing import in_float64
 from hap.copying import variant
 from hap.cost import CostModel
@@ -59,6 +60,10 @@ GROSS = 0.1
 """Outputs that differ by more than this, relative to the largest, are not run again in float64 to tell why."""
 
 
+MOST_SAID = 120
+"""How many characters of an exception are told."""
+
+
 HEAVY_MODEL = 60_000_000
 """Models whose layers write more values than this are tried once too, if they have more than so many units:"""
 HEAVY_UNITS = 1_000
@@ -66,7 +71,7 @@ HEAVY_UNITS = 1_000
 
 @dataclass(frozen=True)
 class End:
-    """How a round of a trial ended: whether the model did without, and else the module that failed.
+    """How a round of a trial ended: whether the model did without, and else the module that failed and what it raised.
 
     Attributes, by their ids, that `followed`, and those that were `read` till then. With others that were not read it
     would have ended just so.
@@ -76,6 +81,7 @@ class End:
     read: frozenset[int]
     fits: bool
     failed: str | None
+    raised: str | None
 
 
 class Trial:
@@ -178,6 +184,21 @@ class Trial:
             misfits, self.found, self.ran = whole.misfits(), whole.found, whole.ran
             self.instead = whole
         return misfits
+
+    def raised(self, misfits: Sequence[str]) -> dict[str, str]:
+        """By group, what the forward raised in trials without parts of it or of others of its kind, and of no other.
+
+        Such as do not fit because the result is another one are not among them.
+        """
+        if self.instead is not None:
+            return self.instead.raised(misfits)
+        told: dict[str, str] = {}
+        for (_, cut), ends in self.ends.items():
+            kinds = {kind_of(n) for n in cut.intersection(misfits)}
+            if len(kinds) == 1:
+                last = sorted(ends, key=lambda end: len(end.followed))  # the more follow, the further it gets
+                told |= {kind: end.raised for end in last for kind in kinds if end.raised is not None}
+        return {n: told[kind_of(n)] for n in misfits if kind_of(n) in told}
 
     def _contrary(self, misfits: list[str]) -> Trial | None:
         """A trial of all blocks, if one run of them does not bear out what was found without those that repeat others.
@@ -285,8 +306,8 @@ class Trial:
             able = [*self._fitting({n: [] for n in able})]
             able = able if self._fits(able, []) else []
         unfit = self.repeats.like(n for n in names if n in self.able and n not in able)
-        whole = self._contrary(unfit)
-        return whole.unfit(names) if whole is not None else unfit
+        self.instead = self._contrary(unfit)
+        return self.instead.unfit(names) if self.instead is not None else unfit
 
     def _fitting(self, able: dict[str, list[Length]]) -> dict[str, list[Length]]:
         """Those of these groups that fit: all of them, or else what does of those to blame and of the others."""
@@ -424,7 +445,7 @@ class Trial:
         key = (number, frozenset(cut), frozenset(i for i, x in following.items() if np.isin(x.classes, reach).any()))
         base, plan, other = ({n: (spread if n in spanned else side)[n] for n in cut}
                              for side, spread in ((fewer, more), (more, more), (more, fewer)))  # fmt: skip
-        fits, failed = True, None
+        fits, failed, raised = True, None, None
         calls = Calls({x.module for x in following.values()})
         if self.reads is not None:
             self.reads.forget(self.watched)
@@ -435,7 +456,7 @@ class Trial:
                 self._run(replace(drafted(other), exact=False), None, self.wanted[key])
                 self.spread.add(key)
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
-            fits, failed = False, _failing_module(error)
+            fits, failed, raised = False, _failing_module(error), _raised(error)
         else:
             self.ran = True
             assert calls.model is not None
@@ -443,7 +464,7 @@ class Trial:
             self.calls = (frozenset(cut), frozenset(following), calls)
             self._be_precise(self.wanted[key])
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
-        return End(frozenset(following), read, fits, failed)
+        return End(frozenset(following), read, fits, failed, raised)
 
     def _was_read(self, length: Length) -> bool:
         """Whether the last round read this attribute, as far as is known."""
@@ -511,6 +532,12 @@ def _failing_module(error: BaseException) -> str | None:
     running = modules_in((error.__cause__ or error).__traceback__)
     names = {id(m): name for name, m in running[0].named_modules()} if running else {}
     return next((names[id(m)] for m in reversed(running) if names.get(id(m)) and [*m.children()]), None)
+
+
+def _raised(error: Exception) -> str | None:
+    """What a forward raised, in a short line; None where it ran and returned something else."""
+    cause = error.__cause__ or error
+    return None if isinstance(cause, HapError) and cause is error else textwrap.shorten(in_a_line(cause), MOST_SAID)
 
 
 def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
