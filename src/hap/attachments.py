@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hap.implants import ImplantModule
 from hap.plans import Graft, Narrow, Widen
+from hap.spreading import spread_inside
 
 
 class Stream(nn.Module):
@@ -51,10 +53,14 @@ def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.stream(output)
 
 
-def attach_widening(module: nn.Module, widen: Widen) -> None:
+def attach_widening(modules: Mapping[str, nn.Module], widen: Widen) -> None:
+    module = modules[widen.module]
     device = next(iter([*module.parameters(), *module.buffers()])).device
     module.add_module("stream", (Padded if widen.dim == -1 else Stream)(widen, device))
-    module.register_forward_hook(_to_stream)
+    if widen.inside is None:
+        module.register_forward_hook(_to_stream)
+    else:
+        spread_inside(modules[widen.inside], widen.module.removeprefix(f"{widen.inside}."))
 
 
 class Part(nn.Module):

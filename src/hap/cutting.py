@@ -55,7 +55,7 @@ def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
     for graft in plan.grafts:
         attach_implant(modules[graft.module], implants[graft.module], graft)
     for widen in plan.widenings:
-        attach_widening(modules[widen.module], widen)
+        attach_widening(modules, widen)
     for narrow in plan.narrowings:
         attach_narrowing(modules[narrow.module], narrow)
 

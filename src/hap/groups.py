@@ -109,13 +109,15 @@ class Length:
 class Scatter:
     """The outputs of `module` along axis `dim` (classes `narrow`) are spread over more of them (`wide`).
 
-    In `union` coupling a branch over a stream; for implants a narrow head over the width of the others.
+    In `union` coupling a branch over a stream; for implants a narrow head over the width of the others. Where the
+    module is not called itself, its weight is handed to `functional.linear` in the forward of the module `inside`.
     """
 
     module: str
     narrow: Ints
     wide: Ints
     dim: int = 1
+    inside: str | None = None
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,16 @@ class Graft:
 
 @dataclass(frozen=True)
 class Widen:
-    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero."""
+    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero.
+
+    The output of its weight in the forward of the module `inside`, where that is given.
+    """
 
     module: str
     index: tuple[int, ...]
     width: int
     dim: int = 1
+    inside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -320,4 +324,4 @@ def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)
         if index != tuple(range(len(wide))):
-            yield Widen(scatter.module, index, len(wide), scatter.dim)
+            yield Widen(scatter.module, index, len(wide), scatter.dim, scatter.inside)

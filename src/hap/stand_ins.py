@@ -21,19 +21,24 @@ from hap.groups import Group, Groups, Ints, Narrowing, Scatter
 Axis = tuple[str, int]
 
 
-def stand_in(groups: Groups, held: Ints, called: Arguments, modules: Mapping[str, nn.Module]) -> tuple[Groups, Ints]:
+def stand_in(
+    groups: Groups, held: Ints, called: Arguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
+) -> tuple[Groups, Ints]:
     """The groups with zeros in place of the classes in `held` that go, and those of them that this cannot be done for.
 
-    It can for heads whose every layer is called by itself, so that hooks can stand around it.
+    It can for heads whose every layer is called by itself, so that hooks can stand around it. Of the layers that
+    compute them, others will do whose weight the forward of a module hands to `functional.linear`: `inside` says which.
     """
     touched = [groups[n] for n in heads(groups) if np.isin(groups[n].classes, held).any()]
-    around = {g.name: found for g in touched if (found := _layers(groups, g, called, modules)) is not None}
+    around = {g.name: found for g in touched if (found := _layers(groups, g, called, modules, inside)) is not None}
     padded = np.unique(np.concatenate([np.zeros(0, np.int64), *(groups[n].classes for n in around)]))
     unable = np.setdiff1d(held, np.append(padded, 0))
-    return (_padded(groups, padded, around) if len(around) and not len(unable) else groups), unable
+    return (_padded(groups, padded, around, inside) if len(around) and not len(unable) else groups), unable
 
 
-def _layers(groups: Groups, group: Group, called: Arguments, modules: Mapping[str, nn.Module]) -> set[Axis] | None:
+def _layers(
+    groups: Groups, group: Group, called: Arguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
+) -> set[Axis] | None:
     """The axes of weights, and of their biases, around what a group's heads meet in; None if some are out of reach."""
     if np.isin(group.classes, groups.feeds).any():  # a stream has a scatter of its own
         return None
@@ -42,6 +47,10 @@ def _layers(groups: Groups, group: Group, called: Arguments, modules: Mapping[st
     for weight, dim in made + read:
         name, _, leaf = weight.rpartition(".")
         module, calls = modules.get(name), called.get(name, [])
+        if (weight, dim) in made and weight in inside and not calls:
+            if leaf != "weight" or dim or uses[weight] != len(called.get(inside[weight], [])):
+                return None
+            continue
         entering = groups.shapes[weight][1 - dim if (weight, dim) in made else dim] if dim < 2 else None
         alone = leaf == "weight" and module is not None and not [*module.children()] and uses[weight] == len(calls) > 0
         whole = all(0 in call and call[0][_axis(groups, weight)] == entering for call in calls)
@@ -55,7 +64,7 @@ def _axis(groups: Groups, weight: str) -> int:
     return -1 if len(groups.shapes[weight]) == 2 else 1
 
 
-def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]]) -> Groups:
+def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], inside: Mapping[str, str]) -> Groups:
     """These classes live on the given axes alone; all else is as long as ever."""
     cut = set().union(*around.values())
     to = np.arange(groups.classes)
@@ -65,7 +74,7 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]]) -> Gr
     read = {key: None for n in around for key in groups[n].consumers}
     for weight, dim in made:
         classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        scatters.append(Scatter(module, classes, to[classes], _axis(groups, weight)))
+        scatters.append(Scatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
     for weight, dim in read:
         classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
         narrowings.append(Narrowing(module, 0, _axis(groups, weight), classes, to[classes]))

@@ -91,8 +91,10 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
 
 def _counted(misfits: Sequence[str], trial: Trial) -> dict[str, str]:
     """Why groups that do not fit are frozen: with what was raised where some of them went, if anything was."""
-    raised = trial.raised(misfits)
-    return {n: f"{COUNTED}: {raised[n]}" if n in raised else COUNTED for n in misfits}
+    reasons = dict.fromkeys(misfits, COUNTED)
+    for name, (other, what) in trial.raised(misfits).items():
+        reasons[name] += f": {what}" if other == name else f", like {other}: {what}"
+    return reasons
 
 
 def _warn_of(names: Sequence[str]) -> None:
@@ -149,6 +151,7 @@ class Tracer:
         self.scatters: list[Scatter] = []
         self.terms: list[Term] = []
         self.layers: dict[fx.Node, Any] = {}
+        self.inside: dict[str, str] = {}
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
@@ -275,9 +278,16 @@ class Tracer:
         plain = view.whole and not view.spans and f"{self.module(node)}.weight" == weight
         if plain and isinstance(layer, _ConvNd | nn.Linear):
             self._direct.add(weight)
+        if rules.short_name(node) == "linear" and view.whole and self._is_inside(weight, node):
+            self.inside[weight] = self.module(node)
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
         self.terms.append(Term(weight, positions, part))
         self.layers[node] = None  # its labels, once they are there
+
+    def _is_inside(self, weight: str, node: fx.Node) -> bool:
+        """Whether a module's own forward uses the weight of a layer in it, which it does not call."""
+        owner, outer = weight.rpartition(".")[0], self.module(node)
+        return owner != outer and f"{owner}.".startswith(f"{outer}." if outer else "")
 
     def called_once(self, node: fx.Node) -> str | None:
         """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
@@ -383,7 +393,7 @@ class Tracer:
             example=example,
         )
         held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in self.held)])])
-        groups, unable = stand_in(groups, held, self.called, self.modules)
+        groups, unable = stand_in(groups, held, self.called, self.modules, self.inside)
         self.root = np.where(np.isin(root, list(groups.padded)), 0, root)
         if not len(unable):
             return groups

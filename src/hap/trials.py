@@ -185,8 +185,8 @@ class Trial:
             self.instead = whole
         return misfits
 
-    def raised(self, misfits: Sequence[str]) -> dict[str, str]:
-        """By group, what the forward raised in trials without parts of it or of others of its kind, and of no other.
+    def raised(self, misfits: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """By group, which of its kind was tried and what the forward raised without parts of that one alone.
 
         Such as do not fit because the result is another one are not among them.
         """
@@ -194,11 +194,13 @@ class Trial:
             return self.instead.raised(misfits)
         told: dict[str, str] = {}
         for (_, cut), ends in self.ends.items():
-            kinds = {kind_of(n) for n in cut.intersection(misfits)}
-            if len(kinds) == 1:
+            alone = cut.intersection(misfits)
+            if len(alone) == 1:
                 last = sorted(ends, key=lambda end: len(end.followed))  # the more follow, the further it gets
-                told |= {kind: end.raised for end in last for kind in kinds if end.raised is not None}
-        return {n: told[kind_of(n)] for n in misfits if kind_of(n) in told}
+                told |= {name: end.raised for end in last for name in alone if end.raised is not None}
+        kin = {kind_of(n): (n, told[n]) for n in reversed(misfits) if n in told}
+        own = {n: (n, what) for n, what in told.items()}
+        return {n: own.get(n, kin[kind_of(n)]) for n in misfits if kind_of(n) in kin}
 
     def _contrary(self, misfits: list[str]) -> Trial | None:
         """A trial of all blocks, if one run of them does not bear out what was found without those that repeat others.
