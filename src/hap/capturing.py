@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -70,11 +71,24 @@ def export(
 
     What modules have written out before would be constants of the graph, and what they write out now is of no use.
     """
+    start_autograd()
     with (
         letting_go(model), evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()),
         returning_what_is_known(model),
     ):  # fmt: skip
         return torch.export.export(model, args, kwargs, strict=False)
+
+
+@functools.cache
+def start_autograd() -> None:
+    """Let autograd count the devices before torch.export does, in a build for GPUs on a machine without one.
+
+    From then on torch acts as if there were some. Autograd, if it begins after that, starts a thread for each, and now
+    and then one of these ends the process.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.device_count():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.ones((), requires_grad=True).backward()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from hap.capturing import start_autograd
 from hap.comparing import difference, outputs
 from hap.errors import HapError
 from hap.examples import call_arguments, evaluating, plain
@@ -72,6 +73,7 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
     """The torch.export program of the model in eval mode, BatchNorms folded. These axes may have any length."""
     args, kwargs = call_arguments(pytree.tree_map(_own, plain(example)) if axes else example)
     shapes: Any = _free((args, kwargs), axes) if axes else None
+    start_autograd()
     with evaluating(model), torch.no_grad():
         try:
             with returning_what_is_known(model):
