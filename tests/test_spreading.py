@@ -43,7 +43,10 @@ class Handed(nn.Module):
         q, k, v = self.computed(x).reshape(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         bias = self.table[self.distances.view(-1)].view(length, length, -1).permute(2, 0, 1)
         mixed = functional.scaled_dot_product_attention(q, k, v, bias[None])
-        return x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
+        return x + self.output(mixed.transpose(1, 2).reshape(n, length, width))
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.out(x)
 
 
 class OwnBias(Handed):
@@ -72,6 +75,13 @@ class Separate(Handed):
     def computed(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv
         return torch.cat((functional.linear(x, q.weight, self.q_bias), functional.linear(x, k.weight), v(x)), -1)
+
+
+class BothHanded(Handed):
+    """So is the layer that reads the heads."""
+
+    def output(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.out.weight, self.out.bias)
 
 
 class Multiplied(Handed):
@@ -107,7 +117,7 @@ def pruned_half(model: nn.Module, x: Tensor) -> tuple[nn.Module, hap.Plan]:
     return pruned, plan
 
 
-@pytest.mark.parametrize("layer", [Handed, OwnBias, NoBias, Separate])
+@pytest.mark.parametrize("layer", [Handed, OwnBias, NoBias, Separate, BothHanded])
 def test_zeros_stand_in_behind_a_weight_that_is_handed_on(layer: Any) -> None:
     model, x = model_of(layer(), layer())
     groups = hap.trace(model, x)
@@ -130,8 +140,9 @@ def test_other_uses_of_a_weight_are_left_alone(layer: Any) -> None:
     assert any("counts on its size: RuntimeError: shape" in f.why for f in groups.frozen)
 
 
-def test_a_pruned_model_is_like_any_other(tmp_path: Path) -> None:
-    model, x = model_of(Handed(), Handed())
+@pytest.mark.parametrize("layer", [Handed, BothHanded])
+def test_a_pruned_model_is_like_any_other(layer: Any, tmp_path: Path) -> None:
+    model, x = model_of(layer(), layer())
     pruned, plan = pruned_half(model, x)
     wanted = pruned(x)
     hap.save(tmp_path / "pruned.safetensors", pruned, plan)
@@ -144,10 +155,22 @@ def test_a_pruned_model_is_like_any_other(tmp_path: Path) -> None:
     program = torch.export.load(hap.export(tmp_path / "pruned.pt2", pruned, x)).module()
     torch.testing.assert_close(program(x), wanted)
     torch.testing.assert_close(torch.compile(pruned, backend="eager", fullgraph=True)(x), wanted)
-    assert type(pruned[0]) is type(pruned[1]) is not Handed
+    assert type(pruned[0]) is type(pruned[1]) is not layer
     assert hap.heads(hap.trace(pruned, x)) == []
     wanted.square().sum().backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in pruned.parameters())
+
+
+@pytest.mark.parametrize("layer", [Handed, BothHanded])
+def test_what_is_compensated_are_layers_that_are_called(layer: Any) -> None:
+    model, x = model_of(layer())
+    groups = hap.trace(model, x)
+    plan = hap.draft(groups, {"0.qkv": [1]})
+    before = model[0].out.weight.clone()
+    hap.compensate_(model, plan, [(x, None)])
+    assert torch.equal(model[0].out.weight, before) == (layer is BothHanded)
+    hap.apply_(model, plan, x)
+    assert model[0].out.weight.shape == (WIDTH, WIDTH - WIDTH // HEADS)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

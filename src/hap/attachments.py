@@ -112,12 +112,16 @@ def _give_back(module: Any, args: Any, output: Any) -> Any:
     return pytree.tree_map(whole, output)
 
 
-def attach_narrowing(module: nn.Module, narrow: Narrow) -> None:
+def attach_narrowing(modules: Mapping[str, nn.Module], narrow: Narrow) -> None:
+    module = modules[narrow.module]
     if not hasattr(module, "parts"):
         module.add_module("parts", nn.ModuleList())
-        module.parts.taken = []  # type: ignore[union-attr]
-        module.register_forward_pre_hook(_pick_parts, with_kwargs=True)
-        module.register_forward_hook(_give_back)
+        if narrow.inside is None:
+            module.parts.taken = []  # type: ignore[union-attr]
+            module.register_forward_pre_hook(_pick_parts, with_kwargs=True)
+            module.register_forward_hook(_give_back)
+        else:
+            spread_inside(modules[narrow.inside], narrow.module.removeprefix(f"{narrow.inside}."))
     device = next(iter([*module.parameters(), *module.buffers()])).device
     assert isinstance(module.parts, nn.ModuleList)
     module.parts.append((Blocks if narrow.dim == -1 else Part)(narrow, device))

@@ -20,7 +20,7 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
     Call it on the dense model, before `apply_`: it needs the weights that are about to go. For every convolution and
     linear layer that loses inputs it solves dw_l = H_ll^-1 H_lp w_p with the layer's Gauss-Newton block, the second
     moments of its inputs on `batches`. The columns that are to go become zero. Grouped and transposed convolutions are
-    left as they are.
+    left as they are, and so are layers whose weight a forward uses without calling them: what these read is hidden.
     """
     if plan.turns:
         raise HapError("heads that are narrowed are turned first, so what reads them cannot be compensated before")
@@ -35,7 +35,7 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
     readers = {name: cut for name, cut in readers.items() if _solvable(modules[name])}
     sums = grams(model, readers, batches)
     with torch.no_grad():
-        for name, cut in readers.items():
+        for name, cut in ((n, c) for n, c in readers.items() if n in sums):
             weight = modules[name].weight
             assert isinstance(weight, Tensor)
             weight.copy_(_repaired(weight, sums[name], cut))

@@ -57,7 +57,7 @@ def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
     for widen in plan.widenings:
         attach_widening(modules, widen)
     for narrow in plan.narrowings:
-        attach_narrowing(modules[narrow.module], narrow)
+        attach_narrowing(modules, narrow)
 
 
 def with_entry(old: Any, entry: int, value: Any) -> Any:

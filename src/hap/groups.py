@@ -124,7 +124,7 @@ class Scatter:
 class Narrowing:
     """A module picks what lives of `classes` along axis `dim` of a tensor that it is called with.
 
-    The tensor has all indices, or those that live of the classes `among`.
+    The tensor has all indices, or those that live of the classes `among`. `inside` is as for a `Scatter`.
     """
 
     module: str
@@ -132,6 +132,7 @@ class Narrowing:
     dim: int
     classes: Ints
     among: Ints | None = None
+    inside: str | None = None
 
 
 @dataclass(frozen=True)

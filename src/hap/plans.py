@@ -67,13 +67,17 @@ class Resize:
 
 @dataclass(frozen=True)
 class Narrow:
-    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone."""
+    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone.
+
+    Its weight does, in the forward of the module `inside`, where that is given.
+    """
 
     module: str
     argument: int | str
     dim: int
     size: int
     index: tuple[int, ...]
+    inside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -315,7 +319,7 @@ def _narrowings(groups: Groups, live: Bools) -> Iterable[Narrow]:
         given = item.classes if item.among is None else item.classes[live[item.among]]
         index = np.flatnonzero(live[given])
         if len(index) < len(given):
-            yield Narrow(item.module, item.argument, item.dim, len(given), tuple(index.tolist()))
+            yield Narrow(item.module, item.argument, item.dim, len(given), tuple(index.tolist()), item.inside)
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:

@@ -1,8 +1,9 @@
-"""Zeros behind a layer whose weight a forward hands to `functional.linear`, so that no hook can stand behind it.
+"""Zeros around a layer whose weight a forward hands to `functional.linear`, so that no hook can stand around it.
 
     qkv = functional.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
 
-The module whose forward that is becomes one of a subclass, in which such a call returns as many columns as ever.
+The module whose forward that is becomes one of a subclass, in which such a call takes and returns as many columns as
+ever.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Spreading(TorchFunctionMode):
-    """Inside, `functional.linear` with the weight of one of these layers is followed by the layer's `stream`."""
+    """Inside, `functional.linear` with the weight of one of these layers has its `parts` in front, `stream` behind."""
 
     def __init__(self, layers: Sequence[Any]):
         super().__init__()
@@ -34,17 +35,22 @@ class _Spreading(TorchFunctionMode):
 
 def _spread(layer: Any, input: Any, weight: Any, bias: Any) -> Any:
     """A bias that is as long as ever loses what the weight lost."""
+    modules = dict(layer.named_children())
+    for part in modules.get("parts", ()):
+        input = part(input)
     if bias is not None and len(bias) > len(weight):
         bias = bias.index_select(0, layer.stream.index)
-    return layer.stream(functional.linear(input, weight, bias))
+    output = functional.linear(input, weight, bias)
+    return modules["stream"](output) if "stream" in modules else output
 
 
 def spread_inside(module: nn.Module, layer: str) -> None:
-    """Let a module's forward find zeros in place of what this layer of it, by its name there, lost."""
+    """Let a module's forward find zeros in place of what this layer of it, by its name there, lost or does not read."""
     layers = vars(module).setdefault("spread_layers", [])
     if not layers:
         module.__class__ = _spreading(type(module))
-    layers.append(layer)
+    if layer not in layers:
+        layers.append(layer)
 
 
 def _spreading(kind: Any) -> Any:

@@ -26,8 +26,8 @@ def stand_in(
 ) -> tuple[Groups, Ints]:
     """The groups with zeros in place of the classes in `held` that go, and those of them that this cannot be done for.
 
-    It can for heads whose every layer is called by itself, so that hooks can stand around it. Of the layers that
-    compute them, others will do whose weight the forward of a module hands to `functional.linear`: `inside` says which.
+    It can for heads whose every layer is called by itself, so that hooks can stand around it, or whose weight the
+    forward of a module hands to `functional.linear`: `inside` says of which.
     """
     touched = [groups[n] for n in heads(groups) if np.isin(groups[n].classes, held).any()]
     around = {g.name: found for g in touched if (found := _layers(groups, g, called, modules, inside)) is not None}
@@ -47,8 +47,9 @@ def _layers(
     for weight, dim in made + read:
         name, _, leaf = weight.rpartition(".")
         module, calls = modules.get(name), called.get(name, [])
-        if (weight, dim) in made and weight in inside and not calls:
-            if leaf != "weight" or dim or uses[weight] != len(called.get(inside[weight], [])):
+        if weight in inside and not calls:
+            rows = (weight, dim) in made
+            if leaf != "weight" or dim != 1 - rows or uses[weight] != len(called.get(inside[weight], [])):
                 return None
             continue
         entering = groups.shapes[weight][1 - dim if (weight, dim) in made else dim] if dim < 2 else None
@@ -77,7 +78,7 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], insid
         scatters.append(Scatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
     for weight, dim in read:
         classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        narrowings.append(Narrowing(module, 0, _axis(groups, weight), classes, to[classes]))
+        narrowings.append(Narrowing(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
     return replace(
         groups,
         axes={key: classes if key in cut else to[classes] for key, classes in groups.axes.items()},

@@ -66,8 +66,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
             raise HapError(f"the plan is damaged: it keeps {list(cut.keep)[:5]}... of the {cut.size} in {cut.name}")
     modules = dict(model.named_modules())
     added = (plan.grafts, plan.widenings, plan.resizes, plan.narrowings)
-    around = [widen.inside for widen in plan.widenings if widen.inside is not None]
-    for name in [*(item.module for items in added for item in items), *around]:
+    around = [*(widen.inside for widen in plan.widenings), *(narrow.inside for narrow in plan.narrowings)]
+    for name in [*(item.module for items in added for item in items), *(n for n in around if n is not None)]:
         if name not in modules:
             raise HapError(f"the plan does not fit this model: it has no module {name!r}")
     for graft in plan.grafts:
