@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hap.comparing import VALUES, difference, in_float64, is_float32, largest, outputs
+from hap.comparing import TOLERANCE, VALUES, difference, in_float64, is_float32, largest, outputs
 from hap.copying import variant
 from hap.cutting import cut_tensors, follow_, shortened
 from hap.errors import HapError
@@ -23,7 +23,12 @@ from hap.untold import telling_example
 from hap.zeros import Remembering, SkippingZeros, Sparse
 
 REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
+UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
 Listener = Callable[[nn.Module], None]
+FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that go another way, with fused kernels and nested tensors, where no mode of torch's watches functions."""
+COARSE = dict.fromkeys(TOLERANCE, 0.1)
+"""How far fused kernels may be off: some compute GELU another way."""
 LARGE = 1 << 14
 """Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
 
@@ -41,6 +46,8 @@ def verify_plan(
         model = variant(model, changed)
         shorter = cut_tensors(model, plan)
     check_by_running(model, plan, implants, example, shorter=shorter)
+    if any(isinstance(module, FUSED) for module in model.modules()):
+        _check_fused(model, plan, implants, example, shorter)
 
 
 def check_by_running(
@@ -76,9 +83,7 @@ def _compare(
 ) -> tuple[str | None, list[Any]]:  # fmt: skip
     """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
-        # a forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart
-        pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
-        follow_(pruned, plan, copy.deepcopy(implants))
+        pruned = _pruned(model, plan, implants, shorter)
         if listen is not None:
             listen(pruned)
         known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
@@ -90,12 +95,34 @@ def _compare(
         try:
             wanted = _reference(model, plan, implants, example, base, shorter, known)
         except Exception as error:
-            why = f"the model with zeros in place of what goes fails with {in_a_line(error)}"
-            raise HapError(f"the pruned model cannot be checked, so nothing was changed: {why}") from error
+            raise HapError(f"{UNKNOWN} fails with {in_a_line(error)}") from error
     problem = difference(wanted, seen, plan.exact)
     if problem and problem.startswith(VALUES) and gross is not None and _apart(wanted, seen, gross):
         problem = f"beyond all rounding, {problem}"
     return problem, wanted
+
+
+def _check_fused(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
+) -> None:
+    """Run both once more as the caller will, with nothing that watches: what torch then fuses counts on sizes too."""
+    try:
+        seen = outputs(_pruned(model, plan, implants, shorter), example, watched=False)
+    except Exception as error:
+        raise HapError(f"{REFUSED}: its forward fails in torch's fused kernels with {in_a_line(error)}") from error
+    try:
+        wanted = outputs(_masked(model, plan, implants, None, shorter, None)[0], example, watched=False)
+    except Exception as error:
+        raise HapError(f"{UNKNOWN} fails in torch's fused kernels with {in_a_line(error)}") from error
+    if problem := difference(wanted, seen, plan.exact, COARSE):
+        raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
+
+
+def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> nn.Module:
+    """A forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart."""
+    pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
+    follow_(pruned, plan, copy.deepcopy(implants))
+    return pruned
 
 
 def _apart(wanted: list[Any], seen: list[Any], gross: float) -> bool:
@@ -128,10 +155,20 @@ def _masked_outputs(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
     shorter: dict[str, Tensor], known: Remembering | None,
 ) -> list[Any]:  # fmt: skip
-    """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts.
+    """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts."""
+    masked, sparse = _masked(model, plan, implants, base, shorter, known)
+    with nullcontext() if known is None else SkippingZeros(sparse, known):
+        return outputs(masked, example)
+
+
+def _masked(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], base: Plan | None, shorter: dict[str, Tensor],
+    known: Remembering | None,
+) -> tuple[nn.Module, dict[nn.Parameter, Sparse]]:  # fmt: skip
+    """A copy of the dense model, or of what `base` leaves of it, with zeros where the plan cuts.
 
     Each implant is written out as the k x k kernel it equals. With what is `known` of the pruned model, large weights
-    are not multiplied by zeros, and what both models compute from the same inputs is taken from there.
+    are not written out but come with it, by the parameter that stands for each: see hap.zeros.
     """
     tensors, cuts = named_tensors(model), _by_name(base)
     grafted = {name for g in plan.grafts for name in (f"{g.module}.weight", f"{g.module}.bias")}
@@ -157,8 +194,7 @@ def _masked_outputs(
         weight.data[rows] = dense
         if implant.bias_values is not None:
             modules[graft.module].bias.data[rows] = implant.bias_values.detach()
-    with nullcontext() if known is None else SkippingZeros(sparse, known):
-        return outputs(masked, example)
+    return masked, sparse
 
 
 def _by_name(plan: Plan | None) -> dict[str, dict[int, Cut]]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hap.errors import HapError
+
 
 class FewerHeads(nn.MultiheadAttention):
     """Attention with `num_heads` heads that are `head_dim` wide, whatever the width of what enters and leaves."""
@@ -22,6 +24,10 @@ class FewerHeads(nn.MultiheadAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
                 need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
                 is_causal: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if query.is_nested:
+            if query is not key or key is not value or key_padding_mask is not None or attn_mask is not None:
+                raise HapError("attention takes a nested tensor only as query, key and value in one, without masks")
+            return self._of_lengths(query, need_weights, average_attn_weights)
         batched = query.dim() == 3
         swap = batched and not self.batch_first
         query, key, value = (
@@ -45,6 +51,15 @@ class FewerHeads(nn.MultiheadAttention):
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out.transpose(0, 1) if swap else out, weights
+
+    def _of_lengths(self, nested: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+        """The same for rows of different lengths: nn.TransformerEncoder makes such of padded ones where no gradients
+        are asked for, and counts on them to be left out of what it returns."""
+        lengths = [len(row) for row in nested.unbind()]
+        rows = torch.nested.to_padded_tensor(nested, 0.0)
+        padding = torch.arange(rows.shape[1], device=rows.device) >= torch.tensor(lengths, device=rows.device)[:, None]
+        out, weights = self.forward(rows, rows, rows, padding, need_weights, None, average)
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths, strict=True)]), weights
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
         separate: list[Any] = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
