@@ -465,3 +465,22 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(hap.HapError, match="only with its plan"):
         hap.save(tmp_path / "a.safetensors", model)
     assert not list(tmp_path.iterdir())
+
+
+def test_buffers_that_are_in_no_file_are_cut_again(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 3, 1)
+            self.scale: torch.Tensor
+            self.register_buffer("scale", torch.linspace(0.5, 2, 16), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) * self.scale[:, None, None])
+
+    model, example = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    plan = hap.prune_(model, example, params=0.5, criterion="magnitude")
+    path = hap.save(tmp_path / "scaled.safetensors", model, plan)
+    loaded = hap.load(path, Scaled().eval())
+    assert 0 < len(loaded.scale) == len(model.scale) < 16
+    assert same(run(loaded, example), run(model, example))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hap.attachments import Part, Stream
 from hap.errors import HapError
+from hap.examples import named_tensors
 from hap.files import write_atomic
 from hap.implants import ImplantModule
 from hap.plans import Plan
@@ -73,9 +74,9 @@ def _check_made_by(model: nn.Module, plans: list[Plan]) -> None:
     """Refuse what could not be loaded again: a model that these plans do not lead to."""
     if not plans and any(isinstance(m, ImplantModule | Stream | Part) for m in model.modules()):
         raise HapError("the model is pruned, so it can be loaded again only with its plan: pass the plan to hap.save")
-    state = model.state_dict()
+    tensors = named_tensors(model)
     for cut in plans[-1].cuts if plans else ():
-        seen = state[cut.name].shape[cut.dim] if cut.name in state else None
+        seen = tensors[cut.name].shape[cut.dim] if cut.name in tensors else None
         if seen != len(cut.keep):
             raise HapError(
                 f"the plan does not lead to this model: it leaves {len(cut.keep)} on axis {cut.dim} of {cut.name}, "
@@ -144,6 +145,7 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     """Fill a fresh dense model from a checkpoint: prune it as the plan says and load its weights; returns the model.
 
     The model's tensors keep their dtypes, but for those that cannot hold what the file has: they take the file's.
+    Buffers that are not persistent are in no file: they are cut out of those that the fresh model was made with.
     If anything does not fit, HapError is raised and the model is left as it was.
     """
     checkpoint = read(path)
