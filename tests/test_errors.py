@@ -51,6 +51,8 @@ BUDGETS = [
     ({"params": 1.5}, r"params=1.5; expected the fraction that is LEFT"),
     ({"channels": -0.1}, r"channels=-0.1"),
     ({"flops": float("nan")}, r"flops=nan"),
+    ({"flops": True}, r"flops=True; expected the fraction that is LEFT"),
+    ({"params": True}, r"params=True; expected the fraction that is LEFT"),
     ({"flops": "0.4"}, r"flops=0.4; expected|flops='0.4'"),
     ({"flops": 0.4, "latency": 0.5}, r"flops=0.4, latency=0.5; expected .* latency= alone"),
     ({}, r"the budget says nothing; expected one or several of params=, flops=, channels="),

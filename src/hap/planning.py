@@ -36,7 +36,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         for kind, value in self.given.items():
-            if not isinstance(value, int | float) or not 0 < value <= 1:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise HapError(
                     f"{kind}={value}; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4"
                 )
