@@ -130,6 +130,23 @@ def test_bad_data(criterion: Any, options: dict[str, Any], words: str) -> None:
         score(criterion=criterion, **options)
 
 
+@pytest.mark.parametrize(
+    "criterion",
+    ["hessian", hap.HessianTrace(method="hutchinson", probes=2), "taylor", "fisher", "obd", "joint", "gate-gradient"],
+)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: F.cross_entropy(output.detach(), target),
+        lambda output, target: torch.tensor(float(F.cross_entropy(output.detach(), target))),
+    ],
+    ids=["detach", "number"],
+)
+def test_losses_without_a_gradient(criterion: Any, loss: Any) -> None:
+    with pytest.raises(hap.HapError, match=r"the loss has no gradient, or none but zeros; .*such as detach\(\)"):
+        score(criterion=criterion, loss=loss)
+
+
 def test_no_batches_at_all() -> None:
     model, _ = CASES["plain"]()
     with pytest.raises(hap.HapError, match="this criterion needs data"):

@@ -35,6 +35,10 @@ BATCH_FIRST = (
     "do not see each other. Wrap a model that has tokens first; for one that looks across its batch, use a criterion "
     "that takes a batch as a whole, such as Taylor."
 )
+DETACHED = (
+    "the loss has no gradient, or none but zeros; this criterion needs one that autograd can follow from the weights "
+    "on. Leave out what keeps it from that in the loss or the model, such as detach(), item() or no_grad()"
+)
 
 
 class Scores(dict[str, Tensor]):
@@ -98,6 +102,8 @@ class Problem:
             raise HapError(f"the loss returns {_seen(loss)}; expected a tensor with one value, the mean over the batch")
         if not torch.isfinite(loss):
             raise HapError(f"the loss is {loss.item()} on a calibration batch; check the model's weights and the data")
+        if torch.is_grad_enabled() and any(w.requires_grad for w in weights.values()) and not loss.requires_grad:
+            raise HapError(DETACHED)
         return output, loss
 
     def last_alone(self, batch: Batch) -> Any:

@@ -15,6 +15,7 @@ from hap.errors import HapError
 from hap.examples import call_arguments, call_with, copied
 from hap.scoring.base import (
     BATCH_FIRST,
+    DETACHED,
     Batch,
     Criterion,
     Problem,
@@ -78,6 +79,8 @@ class DiagonalFisher(Criterion):
                 for name, values in sums.items():
                     squares[name] += share / count * values
         distributed.sum_(squares.values())
+        if not any(bool(s.any()) for s in squares.values()):
+            raise HapError(DETACHED)
         return Scores(
             problem.assemble(
                 lambda g, p: problem.per_unit(g, p, squares[p.weight] * problem.weights[p.weight].double().square()) / 2
@@ -122,7 +125,10 @@ def _gradient(loss: Callable[..., Tensor], weights: dict[str, Tensor], sample: d
     """The gradient of one sample by autograd alone, which leaves inputs as they are, so that numpy can read them."""
     own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     with torch.enable_grad():
-        found = torch.autograd.grad(loss(own, sample), list(own.values()), materialize_grads=True)
+        value = loss(own, sample)
+        if not value.requires_grad:
+            raise HapError(DETACHED)
+        found = torch.autograd.grad(value, list(own.values()), materialize_grads=True)
     return dict(zip(own, found, strict=True))
 
 

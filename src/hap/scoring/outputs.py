@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hap.errors import HapError
-from hap.scoring.base import Batch, Problem
+from hap.scoring.base import DETACHED, Batch, Problem
 
 CLOSE = 1e-6
 
@@ -94,7 +94,10 @@ def output_curvature(problem: Problem, output: Tensor, batch: Batch) -> OutputCu
     output = output.detach().double().requires_grad_()
     target = batch[1].double() if isinstance(batch[1], Tensor) and batch[1].is_floating_point() else batch[1]
     with torch.enable_grad():
-        (slope,) = torch.autograd.grad(problem.loss(output, target), output, create_graph=True)
+        loss = problem.loss(output, target)
+        if not loss.requires_grad:
+            raise HapError(DETACHED)
+        (slope,) = torch.autograd.grad(loss, output, create_graph=True)
     if not slope.requires_grad:  # linear in the outputs
         return None
 
