@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -53,11 +53,13 @@ def capture(model: nn.Module, example: Any) -> Captured:
         ) from error
 
 
-def captured(model: nn.Module, example: Any, known: SizesKnown | None = None) -> Captured:
-    """The same, with whatever torch.export raises where it fails."""
+def captured(
+    model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
+) -> Captured:
+    """The same, with whatever torch.export raises where it fails. Modules that are `training` run as they then do."""
     known = known or SizesKnown()
     with noting_shapes(model) as shapes, recording(model) as called:
-        program = export(model, *call_arguments(example), known)
+        program = export(model, *call_arguments(example), known, training)
     _inline_regions(program.graph_module)
     for node in program.graph.nodes:
         known.check(node.name, node.meta.get("val"))
@@ -65,8 +67,9 @@ def captured(model: nn.Module, example: Any, known: SizesKnown | None = None) ->
 
 
 def export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: SizesKnown
-) -> torch.export.ExportedProgram:
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: SizesKnown,
+    training: Set[nn.Module] = frozenset(),
+) -> torch.export.ExportedProgram:  # fmt: skip
     """torch.export in eval mode, which is stopped as soon as a size is not known. It prints half a graph then.
 
     What modules have written out before would be constants of the graph, and what they write out now is of no use.
@@ -76,6 +79,8 @@ def export(
         letting_go(model), evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()),
         returning_what_is_known(model),
     ):  # fmt: skip
+        for module in training:
+            module.training = True
         return torch.export.export(model, args, kwargs, strict=False)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -50,6 +52,25 @@ def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
         module.training = mode
 
 
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Inside, the same random numbers every time; outside, as if none had been drawn."""
+    generators = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+    states = [generator.get_state() for generator in generators]
+    python, numpy = random.getstate(), np.random.get_state()
+    for generator in generators:
+        generator.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
 def plain(example: Any) -> Any:
     """The example with a dict in place of any other mapping, such as a tokenizer's: torch looks into dicts alone."""
     return dict(example) if isinstance(example, Mapping) else example
@@ -81,9 +102,9 @@ def copied(inputs: Any) -> Any:
 
 
 def run(model: nn.Module, example: Any) -> Any:
-    """The model's output on an example, in eval mode and without a graph."""
+    """The model's output on an example, in eval mode and without a graph. Random numbers are the same each time."""
     args, kwargs = copied(call_arguments(example))
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), seeded():
         return model(*args, **kwargs)
 
 

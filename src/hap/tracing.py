@@ -41,12 +41,15 @@ from hap.groups import (
 )
 from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
+from hap.training_only import ALONE, TrainingOnly, training_only
 from hap.trials import Trial, tried
 from hap.untold import telling_example
 from hap.weights import View
 
 COUPLINGS = ("joint", "union")
 COUNTED = "the model's forward counts on its size"
+SHARED = ("axes", "roles", "edges", "feeds", "scatters", "frozen", "held", "partial", "counted", "shaped")
+"""What a second graph of the same model adds to."""
 UNTOLD = "the example does not show how it is split into heads; trace with several different tokens"
 
 
@@ -72,6 +75,9 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     shapes = captured.shapes
     tracer = Tracer(model, captured.program, captured.called, coupling)
     tracer.run()
+    branches = training_only(model, example, tracer.unread())
+    if branches is not None:
+        tracer.include(branches)
     groups = tracer.settle(describe(example), ignore, stream)
     counting = tracer.counting_attributes()
     repeats = find_repeats(tracer, groups, counting, shapes)
@@ -82,11 +88,17 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
         check_runs(model, example)
     if untold:
         _warn_of(untold)
-    if not misfits and not untold and not groups.padded:
-        return replace(groups, lengths=(*groups.lengths, *trial.found))
     tracer.lengths += trial.found
     reasons = _counted(misfits, trial) | dict.fromkeys(untold, UNTOLD)
-    return tracer.without(groups, reasons, model, telling, shapes) if reasons or trial.found else groups
+    if reasons or (trial.found and groups.padded):
+        groups = tracer.without(groups, reasons, model, telling, shapes)
+    elif trial.found:
+        groups = replace(groups, lengths=(*groups.lengths, *trial.found))
+    if branches is not None and (unfit := branches.misfits(groups)):
+        for name, why in unfit.items():
+            tracer.freeze(groups[name].classes, name, why)
+        groups = tracer.finish(groups.example)
+    return groups
 
 
 def _counted(misfits: Sequence[str], trial: Trial) -> dict[str, str]:
@@ -300,6 +312,10 @@ class Tracer:
         name = list(stack.values())[-1][0] if stack else ""
         return self.names.get(name, name)
 
+    def unread(self) -> frozenset[str]:
+        """The parameters that no node reads."""
+        return self.trainable - {name for node, name in self.parameters.items() if node.users}
+
     # ---- the walk -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -323,6 +339,33 @@ class Tracer:
             elif node.op == "output":
                 self._outputs()
         self.met += attention.read_from_products(self)
+
+    def include(self, branches: TrainingOnly) -> None:
+        """Cut what runs in training alone with what it reads. What it computes for itself stays.
+
+        Labels go through the graph of training as they went through this one, and meet in the same parameters. What
+        that graph costs, and what it shows of heads and norms, does not count: the model is evaluated by the other.
+        """
+        if (captured := branches.captured()) is None:
+            return
+        other = Tracer(branches.model, captured.program, captured.called, self.coupling)
+        for name in SHARED:
+            setattr(other, name, getattr(self, name))
+        other._next = self._next
+        other.run()
+        self._next = other._next
+        known = {x.module for x in self.lengths}
+        self.lengths += [x for x in other.lengths if x.module not in known]
+        own = [key for key in self.axes if key[0] in branches.parameters]
+        self.roles.update({key: "free" for key in own if self.roles[key] == "out"})
+        root = self._resolve()
+        made = np.concatenate([np.zeros(1, np.int64), *(root[x] for x in self._made())])
+        for key in own:
+            self.freeze(self.axes[key][~np.isin(root[self.axes[key]], made)], branches.branch(key[0]), ALONE)
+
+    def _made(self) -> list[Ints]:
+        """The labels that layers compute."""
+        return [labels for key, labels in self.axes.items() if self.roles[key] == "out"] + [w for _, w in self.feeds]
 
     def _placeholder(self, node: fx.Node, spec: Any) -> None:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in self.canonical:
@@ -354,6 +397,10 @@ class Tracer:
         narrow = labels.flatten().numpy()
         if labels.shape[1:2] != labels.flatten().shape:  # channels must sit on axis 1, one label each
             return labels
+        known = next((s for s in self.scatters if s.module == module), None)  # from another graph of the same model
+        if known is not None:
+            self.join(narrow, known.narrow)
+            return torch.from_numpy(known.wide).view(labels.shape)
         wide = self.fresh(len(narrow))
         self.feeds.append((narrow, wide))
         self.scatters.append(Scatter(module, narrow, wide))
@@ -492,8 +539,7 @@ class Tracer:
     def _resolve_all(self) -> Ints:
         """As `_resolve`; what no layer produces, such as a learned token, is frozen."""
         root = self._resolve()
-        made = [root[labels] for key, labels in self.axes.items() if self.roles[key] == "out"]
-        made += [root[wide] for _, wide in self.feeds]
+        made = [root[labels] for labels in self._made()]
         present = np.unique(np.concatenate([np.zeros(1, np.int64), *(root[a] for a in self.axes.values())]))
         orphans = np.setdiff1d(present, np.concatenate([np.zeros(1, np.int64), *made]))
         if not len(orphans):

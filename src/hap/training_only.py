@@ -1,0 +1,137 @@
+"""Branches that run in training alone, such as the auxiliary classifiers of GoogLeNet.
+
+A model is captured as it is evaluated, and so its graph does not show what such a branch reads. Parameters that no node
+of the graph reads tell that there may be one, and a run in training whether there is. Then what runs in training is
+captured too, so that the branch is cut with what it reads, and a pruned copy is run in training to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hap.capturing import Captured, captured
+from hap.checking import in_a_line
+from hap.copying import variant
+from hap.cutting import cut_tensors, follow_
+from hap.examples import call_arguments, copied, seeded
+from hap.groups import Groups
+from hap.parts import Parts
+from hap.plans import draft
+from hap.returned import known
+from hap.rounds import rounds_of
+
+ALONE = "it runs in training alone"
+READ = "the model does not run in training without some of it"
+
+
+class TrainingOnly:
+    """What a model runs in training and not in evaluation, on an example. `branches` are the modules, by name."""
+
+    def __init__(self, model: nn.Module, example: Any, parameters: Set[str], shapes: list[tuple[int, ...]]):
+        self.model, self.example, self.parameters, self.shapes = model, example, parameters, shapes
+
+    def captured(self) -> Captured | None:
+        """The model with these branches; None, if torch.export cannot capture that."""
+        copy = _copy(self.model, {})
+        own = {id(p) for name, p in copy.named_parameters() if name in self.parameters}
+        training = {m for m in copy.modules() if not isinstance(m, _NormBase) and own & set(map(id, m.parameters()))}
+        try:
+            return captured(copy, self.example, training=training)
+        except Exception:  # what runs in training may choose by value, as no graph can
+            return None
+
+    def branch(self, parameter: str) -> str:
+        """The outermost module of which nothing runs in evaluation, or else the parameter itself."""
+        parts = parameter.split(".")
+        outer = (".".join(parts[:n]) for n in range(1, len(parts)))
+        return next((name for name in outer if self._is_alone(name)), parameter)
+
+    def _is_alone(self, module: str) -> bool:
+        return all(f"{module}.{n}" in self.parameters for n, _ in self.model.get_submodule(module).named_parameters())
+
+    def misfits(self, groups: Groups) -> dict[str, str]:
+        """The groups that cannot lose units because the model would not run in training then, and why."""
+        removal = rounds_of(groups, [x.classes for x in groups.lengths], set())[0][1]
+        return _misfits([n for n in groups if removal[n]], lambda names: self._problem(groups, removal, names))
+
+    def _problem(self, groups: Groups, removal: Mapping[str, list[int]], names: Sequence[str]) -> str | None:
+        """What keeps the model from running in training without some of these groups."""
+        plan = draft(groups, {n: removal[n] for n in names})
+        try:
+            pruned = _copy(self.model, cut_tensors(self.model, plan))
+            follow_(pruned, plan, {})
+            shapes, _ = _run_in_training(pruned, self.example)
+        except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
+            return in_a_line(error)
+        return None if shapes == self.shapes else "it returns tensors of other shapes"
+
+
+def training_only(model: nn.Module, example: Any, unread: Set[str]) -> TrainingOnly | None:
+    """What the model runs in training that reads these parameters; None, if nothing does, or it does not run so.
+
+    Of a view of parts, what is in no part never runs.
+    """
+    if isinstance(model, Parts):
+        unread = frozenset(n for n in unread if n.startswith(tuple(f"{part}." for part in model.names)))
+    if not unread:
+        return None
+    try:
+        shapes, read = _run_in_training(_copy(model, {}), example)
+    except Exception:  # it may want labels, or whatever else the example lacks
+        return None
+    return TrainingOnly(model, example, read & unread, shapes) if read & unread else None
+
+
+def _copy(model: nn.Module, shorter: Mapping[str, Tensor]) -> nn.Module:
+    """A copy, some of it shorter, that shares nothing with the model: a forward may write to weights in training."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()} | dict(shorter)
+    return variant(model, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _run_in_training(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], Set[str]]:
+    """The shapes that a copy, which nobody else uses, returns, and the parameters that are read.
+
+    Norms over the batch are not what is asked about, and would not take a batch of one.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            module.eval()
+    args, kwargs = copied(call_arguments(example))
+    reading = _Reading(model)
+    with torch.no_grad(), seeded(), reading:
+        returned = pytree.tree_leaves(known(model(*args, **kwargs)))
+    return [tuple(x.shape) for x in returned if isinstance(x, Tensor)], reading.found
+
+
+class _Reading(TorchDispatchMode):
+    """Notes which parameters operators read."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.update(self.names[id(x)] for x in pytree.tree_leaves((args, kwargs)) if id(x) in self.names)
+        return func(*args, **(kwargs or {}))
+
+
+def _misfits(names: list[str], problem: Callable[[Sequence[str]], str | None]) -> dict[str, str]:
+    """Which of these to leave out, and why, so that there is no problem with the others: by halves."""
+    why = problem(names) if names else None
+    if why is None:
+        return {}
+    if len(names) == 1:
+        return {names[0]: f"{READ}: {why}"}
+    half = len(names) // 2
+    found = _misfits(names[:half], problem) | _misfits(names[half:], problem)
+    rest = [n for n in names if n not in found]
+    return found if problem(rest) is None else dict.fromkeys(names, f"{READ}: {why}")
