@@ -1304,3 +1304,65 @@ def attention_with_tables() -> Any:
               distance=torch.arange(6)[:, None] - torch.arange(6) + 5)  # fmt: skip
     net.heads = 3
     return net, images(2, 6, 5)
+
+
+# ---- weights that a forward multiplies in itself ------------------------------------------------------------
+
+
+@case
+def einsum_layers() -> Any:
+    """The letters of a layer, written out, with dots, and with the weight first."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(torch.einsum("bti,ih->bth", x, m.a))
+        y = F.relu(torch.einsum("oh, ...h -> ...o", m.b, y))
+        return m.head(torch.tensordot(y, m.c, 1).sum(1))
+
+    a, b, c = (nn.Parameter(torch.randn(*shape)) for shape in ((5, 7), (6, 7), (6, 8)))
+    return Net(run, a=a, b=b, c=c, head=nn.Linear(8, 4)), images(2, 6, 5)
+
+
+@case
+def attention_by_einsum() -> Any:
+    """Heads and their width are axes of the weights."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btd,dhk->bthk", x, w) for w in (m.q, m.k, m.v))
+        y = torch.einsum("bhqt,bthk->bqhk", torch.einsum("bqhk,bthk->bhqt", q, k).softmax(-1), v)
+        return m.head(torch.tensordot(y, m.out, ([2, 3], [0, 1])).mean(1))
+
+    q, k, v = (nn.Parameter(torch.randn(5, 3, 4)) for _ in range(3))
+    return Net(run, q=q, k=k, v=v, out=nn.Parameter(torch.randn(3, 4, 6)), head=nn.Linear(6, 4)), images(2, 6, 5)
+
+
+@case
+def experts() -> Any:
+    """A weight for each of several, batch by batch, and one that mixes heads."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(torch.bmm(m.up(x).expand(3, -1, -1), m.a)) @ m.b
+        return m.head(torch.einsum("ebo,ef->bfo", y, m.mix).flatten(1))
+
+    a, b, mix = (nn.Parameter(torch.randn(*shape)) for shape in ((3, 7, 8), (3, 8, 6), (3, 2)))
+    return Net(run, up=nn.Linear(5, 7), a=a, b=b, mix=mix, head=nn.Linear(12, 4)), images(4, 5)
+
+
+@case
+def gated_linear_units() -> Any:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.head(pooled(F.glu(m.b(F.glu(m.a(x), 1)), 1)))
+
+    return Net(run, a=conv_bn(3, 12), b=conv(6, 10), head=nn.Linear(5, 4)), images()
+
+
+@case
+def picked_places() -> Any:
+    """Rows by their numbers, and places of an image between its pixels."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.grid_sample(m.a(x), m.places.expand(len(x), -1, -1, -1), align_corners=False)
+        return m.head(F.logsigmoid(m.b(y).index_select(2, m.rows)).mean((2, 3)))
+
+    places = torch.rand(1, 5, 6, 2) - 0.5
+    return Net(run, a=conv_bn_relu(3, 7), b=conv(7, 6), head=nn.Linear(6, 4), places=places,
+               rows=torch.tensor([3, 0, 2])), images()  # fmt: skip

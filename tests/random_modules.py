@@ -586,17 +586,34 @@ def gated_mlp(r: Random, c: int) -> Made:
 
 @block("tokens", "vector")
 def linear(r: Random, c: int) -> Made:
-    o, f, way = width(r), act(r), r.choice(["module", "T", "functional", "matmul", "normed"])
+    o, f, way = width(r), act(r), r.choice(["module", "T", "functional", "matmul", "normed", "einsum", "tensordot"])
     a = nn.Linear(c, o, bias=way != "matmul")
     if way == "normed":
         a = nn.utils.parametrizations.weight_norm(a)
-    if way == "matmul":
-        return net(lambda m, x: f(x @ m.w), w=nn.Parameter(torch.randn(c, o) / 2)), o
+    if way in ("matmul", "einsum", "tensordot"):
+        multiply = {"matmul": torch.matmul, "einsum": lambda x, w: torch.einsum("...i,io->...o", x, w),
+                    "tensordot": lambda x, w: torch.tensordot(x, w, 1)}[way]  # fmt: skip
+        return net(lambda m, x: f(multiply(x, m.w)), w=nn.Parameter(torch.randn(c, o) / 2)), o
     if way == "T":
         return net(lambda m, x: f(x @ m.a.weight.T + m.a.bias), a=a), o
     if way == "functional":
         return net(lambda m, x: f(F.linear(x, m.a.weight, m.a.bias)), a=a), o
     return net(lambda m, x: m.norm(f(m.a(x))), a=a, norm=vector_norm(r, o)), o
+
+
+@block("tokens", "vector")
+def several_weights(r: Random, c: int) -> Made:
+    """A weight with an axis for each of several, such as heads or experts, on the way there and back."""
+    h, e, f, way = r.choice([2, 3]), r.randint(1, 3), act(r), r.choice(["einsum", "matmul"])
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        if way == "einsum":
+            return torch.einsum("...he,heo->...o", f(torch.einsum("...i,ihe->...he", x, m.a)), m.b)
+        rows = x.reshape(1, -1, x.shape[-1]).expand(h, -1, -1)
+        return (f(rows @ m.a.permute(1, 0, 2).contiguous()) @ m.b).sum(0).view(x.shape)
+
+    a, b = nn.Parameter(torch.randn(c, h, e) / 2), nn.Parameter(torch.randn(h, e, c) / 2)
+    return net(run, a=a, b=b), c
 
 
 @block("tokens", "vector")

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hap
 from cases import CASES
@@ -416,3 +416,33 @@ def test_what_trials_made_goes_without_the_garbage_collector():
         assert groups.classes > 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [("einsum_layers", {"a": 7, "b": 6, "c": 8}), ("attention_by_einsum", {"q": 3, "out": 6}),
+     ("experts", {"up": 7, "a": 8, "b": 6}), ("gated_linear_units", {"a.0": 6, "b": 5}),
+     ("picked_places", {"a.0": 7, "b": 6})],
+)  # fmt: skip
+def test_what_a_forward_multiplies_or_picks_by_itself_has_units(name: str, units: dict[str, int]) -> None:
+    assert {group: len(found) for group, found in hap.trace(*CASES[name](), stream=True).items()} == units
+
+
+def test_layers_that_stay_without_a_rule_that_says_so_are_named() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.Conv2d(3 + 4, 16, 3, padding=1), nn.Conv2d(4, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = c = x.new_zeros(len(x), 4, *x.shape[-2:])
+            for t in range(x.shape[1]):
+                i, f, o, g = self.cell(torch.cat([x[:, t], h], 1)).split(4, 1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+            return self.head(h)
+
+    groups = hap.trace(Recurrent().eval(), torch.randn(2, 3, 3, 6, 6))
+    assert not groups.units and ("cell", "meets something that is never cut") in [
+        (f.what, f.why) for f in groups.frozen
+    ]

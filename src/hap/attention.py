@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
 from hap import rules, weights
+from hap.contractions import spelled, weighted
 from hap.groups import Ints, Product
 from hap.operators import UNCHANGED
 
@@ -101,20 +103,39 @@ def _reads_product(tracer: Tracer, layer: fx.Node) -> bool:
 
 @rules.rule("einsum")
 def einsum(tracer: Tracer, node: fx.Node) -> Any:
-    """Two tensors, each with axes of different names: a product over all names, summed over those that go."""
+    """Two tensors, each with axes of different names."""
     equation, operands = node.args[:2]
     assert isinstance(equation, str) and isinstance(operands, list | tuple)
-    terms, _, result = equation.replace(" ", "").partition("->")
-    names = terms.split(",")
-    distinct = all(len(set(term)) == len(term) for term in names)
-    if len(names) != 2 or "->" not in equation or "." in equation or not distinct:
+    names, result = spelled(equation, [len(rules.shape_of(x)) for x in operands])  # type: ignore[arg-type]
+    if len(names) != 2 or not all(len(set(term)) == len(term) for term in [*names, result]):
         return rules.freeze_all(tracer, node, "an equation that is not understood")
+    return _by_letters(tracer, node, operands, names, result)  # type: ignore[arg-type]
+
+
+@rules.rule("tensordot")
+def tensordot(tracer: Tracer, node: fx.Node) -> Any:
+    """A product summed over some axes of both."""
+    a, b, *dims = node.args[:4]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    first = ascii_letters[: len(rules.shape_of(a))]
+    second = [*ascii_letters[len(first) :][: len(rules.shape_of(b))]]
+    for i, j in zip(*dims, strict=True):
+        second[j] = first[i]
+    result = "".join(c for c in [*first, *second] if (c in first) != (c in second))
+    return _by_letters(tracer, node, (a, b), [first, "".join(second)], result)
+
+
+def _by_letters(tracer: Tracer, node: fx.Node, operands: Sequence[fx.Node], names: list[str], result: str) -> Any:
+    """A product of two over all names of axes, summed over those that go. One may be the weight of a layer."""
+    views = [weights.view_of(tracer, x) for x in operands]
+    for (x, view), (axes, term) in zip(zip(operands, views[::-1], strict=True), (names, names[::-1]), strict=True):
+        if view is not None and weights.view_of(tracer, x) is None:
+            return weighted(tracer, node, x, axes, view, term, result)
     inner = [letter for letter in dict.fromkeys("".join(names)) if letter not in result]
     _meet(tracer, node, *operands)
     sides: list[tuple[Tensor, Shape]] = []
     whole: dict[str, int] = {}
     for term, x in zip(names, operands, strict=True):
-        assert isinstance(x, fx.Node)
         labels, sizes = tracer.labels(x), dict(zip(term, rules.extent(x), strict=True))
         whole |= {c: max(size, whole.get(c, 1)) for c, size in zip(term, rules.shape_of(x), strict=True)}
         order = [letter for letter in [*result, *inner] if letter in sizes]
@@ -125,7 +146,8 @@ def einsum(tracer: Tracer, node: fx.Node) -> Any:
              tuple(sizes.get(c, 1) for c in [*result, *inner]))
         )  # fmt: skip
     batch = [d for d, letter in enumerate(result) if all(letter in term for term in names)]
-    return _contracted(tracer, "einsum", tuple(whole[c] for c in [*result, *inner]), sides, len(inner), batch)
+    name = rules.short_name(node)
+    return _contracted(tracer, name, tuple(whole[c] for c in [*result, *inner]), sides, len(inner), batch)
 
 
 @rules.rule("matmul", "bmm", "mm")
@@ -134,8 +156,12 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     if min(len(rules.shape_of(a)), len(rules.shape_of(b))) < 2:
         return rules.freeze_all(tracer, node)
-    if (weight := weights.view_of(tracer, b)) is not None and len(rules.shape_of(b)) == 2:
-        return _transposed_linear(tracer, node, a, weight)
+    if (weight := weights.view_of(tracer, b)) is not None:
+        if len(rules.shape_of(b)) == 2:
+            return _transposed_linear(tracer, node, a, weight)
+        if rules.shape_of(a)[:-2] == rules.shape_of(b)[:-2]:  # a weight for each of several, such as experts
+            batch = ascii_letters[: len(rules.shape_of(a)) - 2]
+            return weighted(tracer, node, a, f"{batch}XY", weight, f"{batch}YZ", f"{batch}XZ")
     _meet(tracer, node, a, b)
     whole = (*rules.shape_of(node), rules.shape_of(a)[-1])
     return product(tracer, "matmul", whole, tracer.labels(a), rules.extent(a), tracer.labels(b), rules.extent(b))

@@ -10,8 +10,8 @@ def _names(text: str) -> frozenset[str]:
 
 POINTWISE = _names("""
     alias alpha_dropout bfloat16 celu clamp clone contiguous copy detach dropout elu feature_dropout float full_like
-    gelu half hardsigmoid hardswish hardtanh leaky_relu masked_fill mish ones_like relu6 selu silu softplus to _to_copy
-    where zeros_like
+    gelu half hardsigmoid hardswish hardtanh leaky_relu log_sigmoid masked_fill mish ones_like relu6 selu silu softplus
+    to _to_copy where zeros_like
 """)
 """Besides those that torch itself tags as pointwise."""
 

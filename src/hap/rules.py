@@ -472,6 +472,39 @@ def getitem(tracer: Tracer, node: fx.Node) -> Any:
     return value[index] if isinstance(value, list) else _plain(node.meta.get("val"))
 
 
+@rule("glu")
+def glu(tracer: Tracer, node: fx.Node) -> Any:
+    """One half of an axis times a gate, the other: what goes, goes from both."""
+    given = arguments(node)
+    labels = tracer.labels(given["self"])
+    if labels.shape[given["dim"]] == 1:
+        return labels
+    values, gate = labels.chunk(2, given["dim"])
+    tracer.join(values.numpy(), gate.numpy())
+    return compress(values)
+
+
+@rule("index_select")
+def index_select(tracer: Tracer, node: fx.Node) -> Any:
+    """Fine along an axis that is not cut."""
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    if tracer.labels(source).shape[dim] > 1:
+        return freeze_all(tracer, node, "picks along an axis that would be cut")
+    return tracer.labels(source)
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(tracer: Tracer, node: fx.Node) -> Any:
+    """Picks places, channel by channel, which are never cut themselves."""
+    source, places = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(places, fx.Node)
+    if any(size > 1 for size in tracer.labels(source).shape[2:]):
+        return freeze_all(tracer, node, "picks along an axis that would be cut")
+    tracer.freeze(tracer.labels(places), short_name(node), "says where to pick")
+    return tracer.labels(source)
+
+
 @rule("type_as")
 def type_as(tracer: Tracer, node: fx.Node) -> Tensor:
     """The second tensor lends its type alone, whatever its shape."""

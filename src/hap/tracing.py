@@ -167,6 +167,7 @@ class Tracer:
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
+        self.explained: list[Ints] = []
         self.lengths: list[Length] = []
         self.fixed_macs = 0
         self.products: list[Product] = []
@@ -273,6 +274,7 @@ class Tracer:
         flat = np.unique(np.asarray(labels))
         if (flat != 0).any():
             self.frozen.append(Frozen(what, why))
+            self.explained.append(flat)
             self.join(flat, np.zeros_like(flat))
 
     def hold(self, labels: Tensor | Ints, what: str, why: str) -> None:
@@ -339,6 +341,18 @@ class Tracer:
             elif node.op == "output":
                 self._outputs()
         self.met += attention.read_from_products(self)
+        self._explain()
+
+    def _explain(self) -> None:
+        """Say of layers why they stay if no rule has: what they compute meets what is never cut, such as an input."""
+        none = np.zeros(1, dtype=np.int64)
+        a, b = (np.concatenate([none, *(edge[i] for edge in self.edges)]) for i in range(2))
+        inside = (a != 0) & (b != 0)
+        root = components(self._next, a[inside], b[inside])
+        stays = np.setdiff1d(root[(a + b)[~inside]], root[np.concatenate([none, *self.explained])])
+        for (weight, _), labels in [(k, x) for k, x in self.axes.items() if self.roles[k] == "out"]:
+            if np.isin(root[labels], stays).any():
+                self.frozen.append(Frozen(weight.rpartition(".")[0] or weight, "meets something that is never cut"))
 
     def include(self, branches: TrainingOnly) -> None:
         """Cut what runs in training alone with what it reads. What it computes for itself stays.

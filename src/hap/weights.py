@@ -68,6 +68,11 @@ def tie_inputs(tracer: Tracer, view: View, axis: int, labels: Ints) -> None:
         tracer.spanned.append(np.unique(labels))
 
 
+def tie_free(tracer: Tracer, view: View, axis: int, labels: Ints) -> None:
+    """What the weight has along this axis of the view shares the fate of these labels."""
+    tracer.join(tracer.axis(view.name, view.dims[axis])[view.index[axis]], labels)
+
+
 def find_views(tracer: Tracer, graph: fx.Graph) -> dict[fx.Node, Any]:
     """Views by the nodes that make them, for all nodes whose every use is as a layer's weight or on the way to one.
 

@@ -1,0 +1,67 @@
+"""Rules for weights that a forward multiplies in itself, by einsum, tensordot or a product batch by batch."""
+
+from __future__ import annotations
+
+import math
+from string import ascii_letters
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from hap import rules, weights
+from hap.groups import Ints, Product
+from hap.weights import View
+
+if TYPE_CHECKING:
+    from hap.tracing import Tracer
+
+
+def spelled(equation: str, ndims: list[int]) -> tuple[list[str], str]:
+    """The letters of operands with so many axes each, and of the result: dots written out, the result too."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms, spare = left.split(","), [c for c in ascii_letters if c not in equation]
+    hidden = [ndim - len(term) + 3 if "..." in term else 0 for term, ndim in zip(terms, ndims, strict=True)]
+    dots = "".join(spare[: max(hidden)])
+    terms = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, hidden, strict=True)]
+    if not arrow:
+        result = "..." + "".join(sorted(c for c in {*left} - {*".,"} if left.count(c) == 1))
+    return terms, result.replace("...", dots)
+
+
+def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, term: str, result: str) -> Tensor:
+    """Labels of einsum("axes,term->result", x, weight): a layer whose weight may have several axes of either kind.
+
+    Of those that it reads, and of those that it computes, one can be cut: the first.
+    """
+    sizes = dict(zip(axes, rules.shape_of(x), strict=True)) | {c: len(i) for c, i in zip(term, view.index, strict=True)}
+    cut = [c for c, size in zip(axes, tracer.labels(x).shape, strict=True) if size > 1]
+    inputs = {c: np.zeros(size, dtype=np.int64) for c, size in sizes.items()}
+    passing, made = [c for c in cut if c in result], [c for c in result if c not in axes]
+    if len(passing) > 1 or any(c not in term + result for c in cut) or any(c not in axes + result for c in term):
+        return rules.freeze_all(tracer, node, "an equation that is not understood")
+    if passing:
+        inputs[passing[0]] = _passed(tracer, x, [axes.index(c) for c in cut if c not in passing])
+        tracer.products.append(Product(inputs[passing[0]], math.prod(sizes.values()) // sizes[passing[0]]))
+    else:
+        if cut:
+            inputs[cut[0]] = rules.along(tracer, x, axes.index(cut[0]))
+        tracer.contraction(node, view, math.prod(sizes[c] for c in axes if c not in term))
+    for c in (c for c in term if c in axes):
+        weights.tie_inputs(tracer, view, term.index(c), inputs[c])
+    outputs = {c: weights.outputs(tracer, view, term.index(c)) for c in made[:1]}
+    if passing:
+        for labels in outputs.values():
+            tracer.freeze(labels, view.name, "works along an axis that is not cut")
+    for c in made[1:]:
+        weights.tie_free(tracer, view, term.index(c), np.zeros(sizes[c], dtype=np.int64))
+    way = next(iter(passing or made), None)
+    if way is None:
+        return torch.zeros([1] * len(result), dtype=torch.int64)
+    return rules.spread((inputs | outputs)[way], len(result), result.index(way))
+
+
+def _passed(tracer: Tracer, x: fx.Node, summed: list[int]) -> Ints:
+    """What is cut along an axis that is not summed over, such as heads, passes, whole; the weight's outputs stay."""
+    return rules.joined_along(tracer, tracer.labels(x), summed).flatten().numpy()
