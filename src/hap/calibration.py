@@ -29,10 +29,15 @@ def pairs(batches: Iterable[Any] | None, device: torch.device) -> Iterator[tuple
         count += 1
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        x, y = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, [plain(batch[0]), batch[1]])
+        x, y = pytree.tree_map_only(Tensor, lambda t: _on(device, t), [plain(batch[0]), batch[1]])
         yield x, y
     if not count:
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on a device; a copy of one that was made in inference mode, which autograd would not take."""
+    return tensor.to(device, copy=tensor.is_inference())
 
 
 def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:

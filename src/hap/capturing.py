@@ -21,6 +21,7 @@ from hap import rules
 from hap.entries import Arguments, recording
 from hap.errors import CaptureError, HapError
 from hap.examples import call_arguments, evaluating, letting_go, run
+from hap.given import check_given
 from hap.repeats import noting_shapes
 from hap.returned import returning_what_is_known
 
@@ -36,6 +37,7 @@ class Captured:
 
 def capture(model: nn.Module, example: Any) -> Captured:
     """What torch.export captures of the model. CaptureError: it cannot."""
+    check_given(model, example)
     known = SizesKnown()
     try:
         return captured(model, example, known)

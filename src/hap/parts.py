@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.errors import HapError
 from hap.examples import call_arguments, named_tensors
+from hap.given import check_given
 from hap.repeats import same_modules
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -88,6 +89,7 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
     Prune the view, and the model is pruned: `view = parts(detector, ([image],)); hap.prune_(view, view.example, ...)`.
     """
+    check_given(model, example)
     return _captured(model, *_calls(model, example))[0]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from hap.compensation import compensate_
 from hap.errors import CaptureError, HapError
 from hap.examples import describe, run
+from hap.given import check_given, outside_inference
 from hap.groups import Groups
 from hap.implants import Implant, NarrowHeads, as_implant
 from hap.narrowing import narrowable
@@ -47,33 +48,35 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
     (`hap.parts`), and a warning names them: what passes between them is kept, and budgets of FLOPs are those of the
     parts. If anything fails, the model is left as it was.
     """
+    check_given(model, example)
     budget = Budget(params=params, flops=flops, channels=channels, activations=activations, latency=latency)
     batches = list(batches) if batches is not None else None
     if compensate and batches is None:
         raise HapError("compensate=True needs batches, an iterable of (input, target)")
-    groups, view = _traced(model, example, coupling, ignore, stream)
-    implant = as_implant(implant)
-    if isinstance(implant, NarrowHeads):
-        groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
-    scores = score(model, groups, batches, loss, criterion)
-    if budget.latency is None:
-        chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
-    else:
-        chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, per_cost=per_cost,
-                                  backend=backend, threads=threads).plan  # fmt: skip
-    before = {n: p.detach().clone() for n, p in model.named_parameters()} if compensate else {}
-    try:
-        if compensate and batches is not None:
-            compensate_(model, chosen, batches)
-        if view is not None and verify:
-            _check_parts(model, view, chosen, example)
-        apply_(model, chosen, example, verify and view is None, batches)
-    except BaseException:
-        for name, parameter in model.named_parameters():
-            if name in before:
-                parameter.data.copy_(before[name])
-        raise
-    return chosen
+    with outside_inference(model):
+        groups, view = _traced(model, example, coupling, ignore, stream)
+        implant = as_implant(implant)
+        if isinstance(implant, NarrowHeads):
+            groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
+        scores = score(model, groups, batches, loss, criterion)
+        if budget.latency is None:
+            chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
+        else:
+            chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, per_cost=per_cost,
+                                      backend=backend, threads=threads).plan  # fmt: skip
+        before = {n: p.detach().clone() for n, p in model.named_parameters()} if compensate else {}
+        try:
+            if compensate and batches is not None:
+                compensate_(model, chosen, batches)
+            if view is not None and verify:
+                _check_parts(model, view, chosen, example)
+            apply_(model, chosen, example, verify and view is None, batches)
+        except BaseException:
+            for name, parameter in model.named_parameters():
+                if name in before:
+                    parameter.data.copy_(before[name])
+            raise
+        return chosen
 
 
 def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],

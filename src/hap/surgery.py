@@ -12,6 +12,7 @@ from hap.checking import verify_plan
 from hap.cutting import cut_tensors, operate_
 from hap.errors import HapError
 from hap.examples import imagine, named_tensors
+from hap.given import outside_inference
 from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
 from hap.plans import Plan
@@ -35,12 +36,13 @@ def apply_(
     check_fits(model, plan)
     if example is None and verify:
         example = imagine(plan.example, next(iter(model.parameters())).device)
-    with turned(model, plan.turns, example if verify else None):
-        implants = _build_implants(model, plan, _fits(model, plan, batches))
-        shorter = cut_tensors(model, plan)
-        if verify:
-            verify_plan(model, plan, implants, example, shorter)
-    operate_(model, plan, implants, shorter)
+    with outside_inference(model):
+        with turned(model, plan.turns, example if verify else None):
+            implants = _build_implants(model, plan, _fits(model, plan, batches))
+            shorter = cut_tensors(model, plan)
+            if verify:
+                verify_plan(model, plan, implants, example, shorter)
+        operate_(model, plan, implants, shorter)
     return model
 
 

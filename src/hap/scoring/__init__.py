@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hap.errors import HapError
+from hap.given import outside_inference
 from hap.groups import Groups
 from hap.scoring.base import Criterion, Loss, Problem, Scores
 from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
@@ -77,6 +78,6 @@ def score(
     """
     if not len(groups):
         raise HapError("nothing in this model can be removed, so there is nothing to score; print(groups) says why")
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with outside_inference(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         scores = as_criterion(criterion).scores(Problem(model, groups, batches, loss))
     return Scores({n: v.cpu() for n, v in scores.items()}, {n: v.cpu() for n, v in scores.errors.items()}, scores.about)

@@ -37,7 +37,8 @@ BATCH_FIRST = (
 )
 DETACHED = (
     "the loss has no gradient, or none but zeros; this criterion needs one that autograd can follow from the weights "
-    "on. Leave out what keeps it from that in the loss or the model, such as detach(), item() or no_grad()"
+    "on. Leave out what keeps it from that in the loss or the model, such as detach(), item(), no_grad() or "
+    "inference_mode()"
 )
 
 
