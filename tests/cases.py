@@ -1366,3 +1366,22 @@ def picked_places() -> Any:
     places = torch.rand(1, 5, 6, 2) - 0.5
     return Net(run, a=conv_bn_relu(3, 7), b=conv(7, 6), head=nn.Linear(6, 4), places=places,
                rows=torch.tensor([3, 0, 2])), images()  # fmt: skip
+
+
+class Masked(nn.Module):
+    """Half of the elements of a weight."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.register_buffer("mask", (torch.rand_like(weight) > 0.5).to(weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+@case
+def masked_weights() -> Any:
+    a, b = conv(3, 8), conv(8, 6)
+    nn.utils.parametrize.register_parametrization(a, "weight", Masked(a.weight))
+    nn.utils.parametrize.register_parametrization(b, "weight", Masked(b.weight))
+    return net_chain(a, nn.ReLU(), b, nn.ReLU(), width=6), images()

@@ -216,8 +216,8 @@ def test_ignore_one_branch_of_a_stream(ignored: str) -> None:
         check_pruned(model, groups, random_plan(groups, seed), example)
 
 
-# Frozen by the model's own input or output, which needs no word more.
-KNOWN = ("weight_normalised", "residual_on_input", "depthwise_of_input_on_sum", "outputs_in_dict")
+# Frozen by the model's own input or output, which needs no word more; or units of a weight with another name.
+KNOWN = ("weight_normalised", "masked_weights", "residual_on_input", "depthwise_of_input_on_sum", "outputs_in_dict")
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"tied_parameters", "tied_on_two_sums", "module_with_two_names"}))
@@ -422,7 +422,8 @@ def test_what_trials_made_goes_without_the_garbage_collector():
     ("name", "units"),
     [("einsum_layers", {"a": 7, "b": 6, "c": 8}), ("attention_by_einsum", {"q": 3, "out": 6}),
      ("experts", {"up": 7, "a": 8, "b": 6}), ("gated_linear_units", {"a.0": 6, "b": 5}),
-     ("picked_places", {"a.0": 7, "b": 6})],
+     ("picked_places", {"a.0": 7, "b": 6}), ("masked_weights", {"0.parametrizations.weight": 8,
+     "2.parametrizations.weight": 6})],
 )  # fmt: skip
 def test_what_a_forward_multiplies_or_picks_by_itself_has_units(name: str, units: dict[str, int]) -> None:
     assert {group: len(found) for group, found in hap.trace(*CASES[name](), stream=True).items()} == units

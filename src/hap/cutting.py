@@ -69,7 +69,8 @@ def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[st
     """The module that a tensor belongs to and its name there, also where that is computed from it."""
     owner, _, leaf = name.rpartition(".")
     layer, found, parametrized = owner.rpartition("parametrizations.")
-    if found and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
+    own = found and "." not in parametrized  # and not of one of the modules that compute it
+    if own and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
         return layer.rstrip("."), parametrized
     return owner, leaf
 

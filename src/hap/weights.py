@@ -158,26 +158,36 @@ def _read(view: View, places: Iterable[Tensor]) -> View | None:
 
 
 def _computed(tracer: Tracer, node: fx.Node) -> View | None:
-    """A weight computed from one parameter of its shape, row by row, and from vectors with a value for each row."""
-    value, roots, seen = node.meta.get("val"), set(), [node]
+    """A weight computed from one parameter of its shape, row by row, and from vectors with a value for each row.
+
+    Or element by element, with buffers of its shape too, such as a mask.
+    """
+    value, roots, seen, single = node.meta.get("val"), set(), [node], True
     if not isinstance(value, Tensor):
         return None
     while seen:
-        for a in seen.pop().all_input_nodes:
+        made = seen.pop()
+        single = single and rules.is_pointwise(made)
+        for a in made.all_input_nodes:
             if a in tracer.parameters:
                 roots.add(tracer.parameters[a])
             else:
                 seen.append(a)
     shape = rules.shape_of(node)
     alike = [n for n in roots if tracer.shapes[n] == shape]
+    masks = [n for n in alike if n not in tracer.trainable] if single and len(alike) > 1 else []
     vectors = [n for n in roots if n not in alike]
     long = {n: [d for d, size in enumerate(tracer.shapes[n]) if size > 1] for n in vectors}
-    if len(alike) != 1 or any(
+    if len(alike) - len(masks) != 1 or any(
         len(d) > 1 or [tracer.shapes[n][i] for i in d] not in ([], [shape[0]]) for n, d in long.items()
     ):
         return None
-    rows = tracer.axis(alike[0], 0, "out")
+    (weight,) = (n for n in alike if n not in masks)
+    rows = tracer.axis(weight, 0, "out")
+    for name in masks:
+        tracer.tie(name, 0, rows, "free")
+        tracer.tie(name, 1, tracer.axis(weight, 1, "in"), "free")
     for name in vectors:
         for d in long[name]:
             tracer.tie(name, d, rows, "free")
-    return View.of(alike[0], shape, spans=True)
+    return View.of(weight, shape, spans=not single)
