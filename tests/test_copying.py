@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -79,3 +81,14 @@ def test_computed_weights_are_copied() -> None:
     made = deepcopied(model, {})
     assert torch.equal(made(x), model(x))
     assert {id(p) for p in made.parameters()}.isdisjoint(id(p) for p in model.parameters())
+
+
+def test_what_belongs_to_a_graph_is_copied_without_it() -> None:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(3, 4)), nn.ReLU())
+    wanted = model(x := torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    made = deepcopied(model, {})
+    assert torch.equal(made[0].weight, model[0].weight) and made[0].weight.is_leaf
+    assert torch.equal(made(x), wanted) and made[0].weight.grad_fn is not None

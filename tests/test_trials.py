@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -197,12 +198,27 @@ def test_what_takes_the_rest_in_a_reshape_is_not_counted_on() -> None:
 def test_what_cannot_be_copied_is_frozen_and_trace_says_so() -> None:
     model = nn.Sequential(Heads(6), Hidden(), Heads(6), Hidden()).eval()
     for layer in (model[0], model[2]):
-        torch.nn.utils.weight_norm(layer.qkv)  # computes a weight that no module can be copied with
-    with pytest.raises(RuntimeError, match="deepcopy"):
+        layer.busy = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
         copy.deepcopy(model)
     groups = hap.trace(model, example().float())
     assert not groups
     assert {"0.qkv", "2.qkv"} <= {f.what for f in groups.frozen if "counts on its size" in f.why}
+
+
+@pytest.mark.parametrize("last", ["plain", "normed"])
+@pytest.mark.parametrize("before", ["nothing", "a forward", "a forward without a graph"])
+def test_weights_that_a_hook_computes_are_cut_whatever_ran_before(last: str, before: str) -> None:
+    normed = torch.nn.utils.weight_norm
+    head = nn.Conv1d(24, 4, 1)
+    model = nn.Sequential(normed(nn.Conv1d(8, 32, 3)), nn.ReLU(), normed(nn.Conv1d(32, 24, 1)), nn.ReLU(),
+                          normed(head) if last == "normed" else head).eval()  # fmt: skip
+    x = torch.randn(2, 8, 9)
+    with torch.set_grad_enabled(before == "a forward"):
+        model(x) if before != "nothing" else None
+    assert list(hap.trace(model, x)) == ["0", "2"]
+    hap.prune_(model, x, criterion="magnitude", flops=0.5)
+    model.train()(x).sum().backward()
 
 
 class Halves(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -176,12 +176,13 @@ def _masked(
     sparse: dict[nn.Parameter, Sparse] = {}
     for name, masks in _by_name(plan).items():
         tensor = tensors[name].detach()
-        if known is not None and _worth_skipping(tensors[name], name) and name not in grafted:
+        directed = _has_direction(name, tensors)
+        if known is not None and _worth_skipping(tensors[name]) and not directed and name not in grafted:
             thin = _sparse(name, tensor, shorter[name], cuts.get(name, {}), masks)
             changed[name] = placeholder = thin.placeholder()
             sparse[placeholder] = thin
         else:
-            changed[name] = _zeroed(tensor, cuts.get(name, {}), masks)
+            changed[name] = _zeroed(tensor, cuts.get(name, {}), masks, 1e-12 if directed else 0.0)
     masked = variant(model, changed)
     if base is not None:
         follow_(masked, base, {})
@@ -205,9 +206,14 @@ def _by_name(plan: Plan | None) -> dict[str, dict[int, Cut]]:
     return found
 
 
-def _worth_skipping(tensor: Tensor, name: str) -> bool:
+def _has_direction(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a weight may be computed from this one's direction, as by either weight_norm: zeros have none."""
+    return "parametrizations." in name or (name.endswith("_v") and f"{name[:-1]}g" in tensors)
+
+
+def _worth_skipping(tensor: Tensor) -> bool:
     large = tensor.numel() >= LARGE and tensor.ndim > 1 and tensor.is_floating_point()
-    return large and isinstance(tensor, nn.Parameter) and "parametrizations." not in name
+    return large and isinstance(tensor, nn.Parameter)
 
 
 def _sparse(name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Sparse:
@@ -222,14 +228,13 @@ def _sparse(name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], mask
     return Sparse(small, tuple(shape), index, name)
 
 
-def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Tensor:
-    """A new tensor, cut along some axes and zero where more of it would be cut."""
+def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut], nothing: float) -> Tensor:
+    """A new tensor, cut along some axes, with next to nothing where more of it would be cut."""
     for cut in cuts.values():
         tensor = shortened(tensor, cut)
     tensor = tensor if cuts else tensor.clone()
     for dim, mask in masks.items() if tensor.is_floating_point() else ():
         stay = set(mask.keep)
         gone = [i for i, k in enumerate(cuts[dim].keep if dim in cuts else range(mask.size)) if k not in stay]
-        nearly = 1e-12 if "parametrizations." in mask.name else 0.0  # a row of zeros has no direction to keep
-        tensor.index_fill_(dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nearly)
+        tensor.index_fill_(dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), nothing)
     return tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hap.attachments import Part, Stream
+from hap.copying import deepcopied
 from hap.errors import HapError
 from hap.examples import named_tensors
 from hap.files import write_atomic
@@ -151,7 +151,7 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     checkpoint = read(path)
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in checkpoint.shapes}
-    trial = copy.deepcopy(model)
+    trial = deepcopied(model, {})
     try:
         for plan in checkpoint.plans:
             rebuild_(trial, plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hap.copying import deepcopied
 from hap.examples import plain, run
 from hap.returned import known
 from hap.zeros import NoEmptyHeads
@@ -75,7 +75,7 @@ def is_float32(model: nn.Module) -> bool:
 
 def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     """Copies of both."""
-    return copy.deepcopy(model).double(), example_in_float64(example)
+    return deepcopied(model, {}).double(), example_in_float64(example)
 
 
 def example_in_float64(example: Any) -> Any:

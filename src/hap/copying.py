@@ -1,7 +1,8 @@
 """Copies of modules, as copy.deepcopy makes them, in a fraction of the time.
 
 Most of what a module holds are numbers, names and empty dictionaries of hooks, and deepcopy asks each of them how it
-wants to be copied. Trials copy a model once for every question.
+wants to be copied. Trials copy a model once for every question. Modules may also hold what they computed in their last
+forward, such as the weight of torch.nn.utils.weight_norm; deepcopy refuses that while it belongs to a graph.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ DICTS, FLAT = (dict, OrderedDict), (tuple, list, set)
 
 
 def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
-    """What copy.deepcopy(value, memo) returns."""
+    """What copy.deepcopy(value, memo) returns. Tensors that belong to a graph are copied without it."""
     kind: Any = type(value)
     if kind in ATOMS:
         return value
     if id(value) in memo:
         return memo[id(value)]
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return memo.setdefault(id(value), value.detach().clone())
     if kind in DICTS and not getattr(value, "__dict__", None):
         made = memo[id(value)] = kind()
         for key, item in value.items():

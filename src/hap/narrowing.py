@@ -7,7 +7,6 @@ on the basis, is not read from names: other factors of the same products are put
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from hap.blocks import heads
 from hap.comparing import example_in_float64, outputs
+from hap.copying import deepcopied
 from hap.errors import HapError
 from hap.examples import run
 from hap.groups import Group, Groups, Slice, Space
@@ -136,7 +136,7 @@ class _Trial:
     """A copy of the model with random heads in float64, and what it returns."""
 
     def __init__(self, model: nn.Module, example: Any, shapes: Sequence[_Shape]):
-        self.model = copy.deepcopy(model).double()
+        self.model = deepcopied(model, {}).double()
         self.example = example_in_float64(example)
         tensors = dict(self.model.named_parameters())
         generator = torch.Generator().manual_seed(0)

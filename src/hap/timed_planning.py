@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hap.copying import deepcopied
 from hap.errors import HapError
 from hap.groups import Groups
 from hap.implants import Implant, as_implant
@@ -77,7 +77,8 @@ class _Search:
 
     def __init__(self, model: nn.Module, groups: Groups, scores: Mapping[str, Tensor], watch: Stopwatch, target: float,
                  implant: Implant | None, limits: Limits, per_cost: bool):  # fmt: skip
-        self.model, self.groups, self.scores, self.watch, self.target = model, groups, scores, watch, target
+        self.model, self.scores, self.watch, self.target = model, scores, watch, target
+        self.groups = replace(groups, uncounted=())  # time is measured, whatever is counted
         self.implant, self.limits, self.per_cost = implant, limits, per_cost
         self.dense = watch.add(model)
         self.trials: list[Trial] = []
@@ -155,7 +156,7 @@ class _Search:
         return sum(float(self.scores[n][units].double().sum()) for n, units in gone.items() if units)
 
     def _time(self, plans: list[Plan], roundings: list[int]) -> None:
-        calls = [self.dense, *(self.watch.add(rebuild_(copy.deepcopy(self.model).eval(), p)) for p in plans)]
+        calls = [self.dense, *(self.watch.add(rebuild_(deepcopied(self.model, {}).eval(), p)) for p in plans)]
         ratios: list[list[float]] = [[] for _ in plans]
         most = MOST_RUNS if len(plans) == 1 else RUNS  # several are only compared, to go on with one
         while len(ratios[0]) < most and any(_error(r) > ERROR for r in ratios):
