@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
+from hap.counting import Counter
 from hap.examples import call_arguments, call_with, copied, evaluating
 from hap.groups import Bools, Groups, Ints, Product, Term
 from hap.implants import ChannelImplant, Implant
@@ -34,8 +33,8 @@ class Cost:
 class Count:
     """What a model costs on an example.
 
-    `macs` counts one per multiply-add of convolutions, linear layers, matrix products and attention, for the whole
-    example (its batch included). `by_module` gives macs by qualified name; `uncounted` the operators that ran
+    `macs` counts one per multiply-add of convolutions, linear and recurrent layers, matrix products and attention, for
+    the whole example (its batch included). `by_module` gives macs by qualified name; `uncounted` the operators that ran
     without being counted, with how often.
     """
 
@@ -43,57 +42,6 @@ class Count:
     macs: int
     by_module: dict[str, int]
     uncounted: dict[str, int]
-
-
-class Counter(FlopCounterMode):
-    """Torch's counter, also noting the operators that it passes over. Pure views move no data and are not noted.
-
-    An einsum that sums over nothing, or over an axis of length 1, is a pointwise product to torch. It is counted as the
-    matrix product that it would be with any other length.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(display=False)
-        self.uncounted: dict[str, int] = {}
-        self._einsums = _Einsums()
-
-    def __enter__(self) -> Self:
-        self._einsums.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> Any:
-        left = super().__exit__(*args)
-        self._einsums.__exit__(*args)
-        return left
-
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if func_packet is torch.ops.aten.mul and self._einsums.running:
-            for module in set(self.mod_tracker.parents):
-                self.flop_counts[module][func_packet] += 2 * out.numel()
-        elif func_packet not in self.flop_registry:
-            overloads = [getattr(func_packet, name) for name in func_packet.overloads()]
-            if (
-                not all(getattr(o, "is_view", False) for o in overloads)
-                and func_packet._qualified_op_name != "aten::detach"
-            ):
-                name = func_packet._qualified_op_name
-                self.uncounted[name] = self.uncounted.get(name, 0) + 1
-        return super()._count_flops(func_packet, out, args, kwargs)
-
-
-class _Einsums(TorchFunctionMode):
-    """Tells whether an einsum is running."""
-
-    running = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.einsum, torch.ops.aten.einsum.default):
-            return func(*args, **(kwargs or {}))
-        self.running = True
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.running = False
 
 
 @contextmanager

@@ -179,8 +179,8 @@ class Groups(Mapping[str, Group]):
     `spanned` are the classes that a normalisation averages over, so that removing them changes the others; zeros stand
     in for those in `padded` when they go, and these enter a norm where they are in `renormed` too; those in `met` enter
     or leave a product of activations, and those in `whole` are one of several things that such a product sees whole.
-    `spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
-    each row (c, t) of `tails` says that class t is what goes when head c is.
+    `uncounted` are operators that may be matrix products and are not counted. `spaces` says where heads can be
+    narrowed, once `hap.narrowable` has looked; each row (c, t) of `tails` says that class t goes when head c does.
     """
 
     coupling: str
@@ -212,6 +212,7 @@ class Groups(Mapping[str, Group]):
     met: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
     written: tuple[Product, ...] = field(default=(), repr=False)
+    uncounted: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]

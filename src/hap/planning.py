@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,6 +96,10 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     if budget.latency is not None:
         raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
                        "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
+    if budget.flops is not None and groups.uncounted:
+        names = ", ".join(groups.uncounted)
+        warnings.warn(f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share "
+                      "that is really left may be another", stacklevel=2)  # fmt: skip
     mixtures = _mixtures(len(budget.given)) if per_cost else [None]
     searches = [_Search(groups, scores, budget, as_implant(implant), limits, mixture) for mixture in mixtures]
     found = [search.solve() for search in searches]

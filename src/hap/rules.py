@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from hap import weights
-from hap.cost import Counter
+from hap.counting import Counter
 from hap.extents import extent
 from hap.groups import Ints, Product, Site
 from hap.operators import (
@@ -165,7 +165,9 @@ def spread(labels: Ints, ndim: int, dim: int) -> Tensor:
 
 
 def freeze_all(tracer: Tracer, node: fx.Node, why: str = "no rule for this operator") -> Any:
-    tracer.fixed_macs += _macs(node)
+    macs, unknown = _counted(node)
+    tracer.fixed_macs += macs
+    tracer.uncounted |= unknown
     for labels in _inputs(tracer, node):
         tracer.freeze(labels, short_name(node), why)
     return _plain(node.meta.get("val"))
@@ -179,15 +181,15 @@ def _inputs(tracer: Tracer, node: fx.Node) -> list[Tensor]:
     return [v for v in found if isinstance(v, Tensor)]
 
 
-def _macs(node: fx.Node) -> int:
-    """The multiply-adds of an operator as it stands, by torch's own counter on tensors without data."""
+def _counted(node: fx.Node) -> tuple[int, set[str]]:
+    """The multiply-adds of an operator as it stands, counted on tensors without data, and what may hide more."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: a.meta.get("val"))
     fakes = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, FakeTensor)]
     if not fakes or not isinstance(node.target, torch._ops.OpOverload):
-        return 0
+        return 0, set()
     with fakes[0].fake_mode, Counter() as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         node.target(*args, **kwargs)
-    return counter.get_total_flops() // 2
+    return counter.get_total_flops() // 2, counter.unknown
 
 
 def _plain(value: Any) -> Any:

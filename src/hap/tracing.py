@@ -170,6 +170,7 @@ class Tracer:
         self.explained: list[Ints] = []
         self.lengths: list[Length] = []
         self.fixed_macs = 0
+        self.uncounted: set[str] = set()
         self.products: list[Product] = []
         self.met: list[Ints] = []
         self.mixes: dict[fx.Node, bool] = {}
@@ -439,6 +440,7 @@ class Tracer:
             trainable=self.trainable,
             terms=tuple(self.terms),
             fixed_macs=self.fixed_macs,
+            uncounted=tuple(sorted(self.uncounted)),
             products=tuple(Product(root[p.classes], p.positions) for p in self.products),
             written=tuple(self._written(root)),
             direct=frozenset(w for w in self._direct if self._uses[w] == 1),
