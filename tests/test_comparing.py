@@ -128,3 +128,30 @@ def test_a_plain_average_may_be_over_fewer() -> None:
     plan = hap.draft(hap.trace(model, example), {"a": [0, 1, 2]})
     assert not plan.exact
     assert hap.apply_(model, plan, example)(example).isfinite().all()
+
+
+class Chaotic(nn.Module):
+    """What it returns depends much on its last digits. It does not run in float64."""
+
+    def __init__(self, by_size: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.by_size = nn.Linear(8, 160), nn.Linear(160, 100), by_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.eye(len(x)) @ self.a(x)
+        z = self.b(h.relu()).sigmoid() / (h.shape[1] if self.by_size else 1)
+        for _ in range(8):
+            z = 3.9 * z * (1 - z)
+        return z
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_is_measured_where_float64_cannot_tell(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Chaotic(by_size=False).eval(), torch.randn(64, 8)
+    with pytest.raises(RuntimeError, match="dtype"):
+        copy.deepcopy(model).double()(x.double())
+    assert list(hap.trace(model, x)) == ["a"]
+    hap.prune_(model, x, criterion="magnitude", params=0.5)
+    assert len(model.a.weight) < 160
+    assert not hap.trace(Chaotic(by_size=True).eval(), x)

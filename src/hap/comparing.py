@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.copying import deepcopied
+from hap.copying import deepcopied, variant
 from hap.examples import plain, run
 from hap.returned import known
 from hap.zeros import NoEmptyHeads
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far outputs may be off by rounding, relative to the largest."""
+SEVERAL, MOST_ROUNDING = 4.0, 1e-3
+"""Rounding that was measured may be so many times larger in another order of sums, and is never more than this."""
 VALUES = "the value of output"
 """How a difference begins that more precision could settle."""
 
@@ -67,6 +69,26 @@ def _off(a: Tensor, b: Tensor, exact: bool, tolerance: Mapping[torch.dtype, floa
 def largest(x: Tensor) -> float:
     """The largest absolute value. Where one is not finite, neither is this."""
     return max(float(end.abs()) for end in x.aminmax())
+
+
+def measured_rounding(model: nn.Module, example: Any) -> dict[torch.dtype, float]:
+    """How far outputs may be off by rounding, relative to the largest, as seen with weights that differ in their last
+    digits alone. Small differences of large numbers, or a long recurrence, may well be off by more than is usual."""
+    random = torch.Generator().manual_seed(0)
+    changed = {
+        name: parameter.detach() * (1 + torch.finfo(parameter.dtype).eps * _signs(parameter, random))
+        for name, parameter in model.named_parameters() if parameter.is_floating_point()
+    }  # fmt: skip
+    tolerance = dict(TOLERANCE)
+    for a, b in zip(outputs(model, example), outputs(variant(model, changed), example), strict=True):
+        if isinstance(a, Tensor) and a.is_floating_point() and a.numel() and (most := largest(a)) > 0:
+            off = SEVERAL * largest(a - b) / most
+            tolerance[a.dtype] = max(tolerance.get(a.dtype, 0.0), min(off, MOST_ROUNDING) if math.isfinite(off) else 0)
+    return tolerance
+
+
+def _signs(like: Tensor, random: torch.Generator) -> Tensor:
+    return (torch.randint(0, 2, like.shape, generator=random) * 2 - 1).to(like)
 
 
 def is_float32(model: nn.Module) -> bool:
