@@ -213,6 +213,8 @@ class Groups(Mapping[str, Group]):
     whole: frozenset[int] = frozenset()
     written: tuple[Product, ...] = field(default=(), repr=False)
     uncounted: tuple[str, ...] = ()
+    untouched: Mapping[str, Frozen] = field(default_factory=dict, repr=False)
+    """Parameters that stay whole though one would expect them to shrink, each with the reason: see `untouched.py`."""
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]

@@ -14,6 +14,7 @@ from hap.cost import Cost, CostModel
 from hap.errors import HapError
 from hap.groups import Bools, Group, Groups, Ints, Slice, Space
 from hap.implants import ChannelImplant, Implant, implant_from_dict
+from hap.untouched import untouched_in_words
 
 Indices = dict[str, list[int]]
 
@@ -101,6 +102,8 @@ class Plan:
     """Where heads are narrowed: both sides go over to their singular vectors, the strongest first, before the cuts."""
     masks: bool = True
     """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
+    untouched: str = ""
+    """What no plan could have touched, in one sentence; empty where that is not worth a word."""
 
     def kept_inputs(self) -> dict[str, tuple[int, ...]]:
         """The input channels that stay, of each convolution or linear weight that loses some."""
@@ -117,7 +120,7 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         try:
-            values = {"narrowings": [], "turns": [], "masks": bool(values["exact"]), **values}
+            values = {"narrowings": [], "turns": [], "masks": bool(values["exact"]), "untouched": "", **values}
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
@@ -161,6 +164,7 @@ class Plan:
                 f"MACs   {_change(self.before.macs, self.after.macs)}",
                 f"values written by layers {_change(self.before.activations, self.after.activations)}",
                 *([] if self.masks else [NORMED]),
+                *([self.untouched] if self.untouched else []),
             ]
         )
 
@@ -243,7 +247,7 @@ def assemble(
         implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
         exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
-        turns=turns, masks=not ((groups.spanned | groups.renormed) & gone),
+        turns=turns, masks=not ((groups.spanned | groups.renormed) & gone), untouched=untouched_in_words(groups),
     )  # fmt: skip
 
 

@@ -25,6 +25,10 @@ from hap.scoring.base import Loss
 from hap.surgery import apply_
 from hap.timed_planning import plan_for_latency
 from hap.tracing import trace, trace_captured
+from hap.untouched import share_untouched
+
+MUCH = 1 / 3
+"""Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
 
 
 def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
@@ -46,7 +50,8 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
 
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by the parts that it can
     (`hap.parts`), and a warning names them: what passes between them is kept, and budgets of FLOPs are those of the
-    parts. If anything fails, the model is left as it was.
+    parts. If anything fails, the model is left as it was. What could not be touched, and why, stands below the plan
+    (`print(plan)`), and in a warning where it is more than a third of the parameters.
     """
     check_given(model, example)
     budget = Budget(params=params, flops=flops, channels=channels, activations=activations, latency=latency)
@@ -76,6 +81,8 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
                 if name in before:
                     parameter.data.copy_(before[name])
             raise
+        if share_untouched(groups) > MUCH:
+            warnings.warn(f"{chosen.untouched}; print(hap.trace(model, example)) has all reasons", stacklevel=2)
         return chosen
 
 

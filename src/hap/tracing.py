@@ -41,14 +41,16 @@ from hap.groups import (
 )
 from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
+from hap.staying import ASKED, NEVER_CUT, OUTPUT, STREAM, find_untouched
 from hap.training_only import ALONE, TrainingOnly, training_only
 from hap.trials import Trial, tried
 from hap.untold import telling_example
 from hap.weights import View
 
 COUPLINGS = ("joint", "union")
-COUNTED = "the model's forward counts on its size"
-SHARED = ("axes", "roles", "edges", "feeds", "scatters", "frozen", "held", "partial", "counted", "shaped")
+SHARED = (
+    "axes", "roles", "edges", "bonds", "causes", "feeds", "scatters", "frozen", "held", "partial", "counted", "shaped",
+)  # fmt: skip
 """What a second graph of the same model adds to."""
 UNTOLD = "the example does not show how it is split into heads; trace with several different tokens"
 
@@ -89,7 +91,7 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     if untold:
         _warn_of(untold)
     tracer.lengths += trial.found
-    reasons = _counted(misfits, trial) | dict.fromkeys(untold, UNTOLD)
+    reasons = trial.reasons(misfits) | dict.fromkeys(untold, UNTOLD)
     if reasons or (trial.found and groups.padded):
         groups = tracer.without(groups, reasons, model, telling, shapes)
     elif trial.found:
@@ -99,14 +101,6 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
             tracer.freeze(groups[name].classes, name, why)
         groups = tracer.finish(groups.example)
     return groups
-
-
-def _counted(misfits: Sequence[str], trial: Trial) -> dict[str, str]:
-    """Why groups that do not fit are frozen: with what was raised where some of them went, if anything was."""
-    reasons = dict.fromkeys(misfits, COUNTED)
-    for name, (other, what) in trial.raised(misfits).items():
-        reasons[name] += f": {what}" if other == name else f", like {other}: {what}"
-    return reasons
 
 
 def _warn_of(names: Sequence[str]) -> None:
@@ -167,7 +161,9 @@ class Tracer:
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.sites: dict[str, Site] = {}
         self.frozen: list[Frozen] = []
-        self.explained: list[Ints] = []
+        self.causes: list[tuple[Ints, Frozen]] = []
+        self.bonds: list[tuple[Ints, Ints]] = []
+        self.stream = False
         self.lengths: list[Length] = []
         self.fixed_macs = 0
         self.uncounted: set[str] = set()
@@ -270,12 +266,15 @@ class Tracer:
         different = np.flatnonzero(a != b)
         if len(different):
             self.edges.append((a[different], b[different]))
+        between = different[(a[different] != 0) & (b[different] != 0)]
+        if len(between):
+            self.bonds.append((a[between], b[between]))
 
     def freeze(self, labels: Tensor | Ints, what: str, why: str) -> None:
         flat = np.unique(np.asarray(labels))
         if (flat != 0).any():
             self.frozen.append(Frozen(what, why))
-            self.explained.append(flat)
+            self.causes.append((flat[flat != 0], self.frozen[-1]))
             self.join(flat, np.zeros_like(flat))
 
     def hold(self, labels: Tensor | Ints, what: str, why: str) -> None:
@@ -350,10 +349,10 @@ class Tracer:
         a, b = (np.concatenate([none, *(edge[i] for edge in self.edges)]) for i in range(2))
         inside = (a != 0) & (b != 0)
         root = components(self._next, a[inside], b[inside])
-        stays = np.setdiff1d(root[(a + b)[~inside]], root[np.concatenate([none, *self.explained])])
+        stays = np.setdiff1d(root[(a + b)[~inside]], root[np.concatenate([none, *(x for x, _ in self.causes)])])
         for (weight, _), labels in [(k, x) for k, x in self.axes.items() if self.roles[k] == "out"]:
             if np.isin(root[labels], stays).any():
-                self.frozen.append(Frozen(weight.rpartition(".")[0] or weight, "meets something that is never cut"))
+                self.frozen.append(Frozen(weight.rpartition(".")[0] or weight, NEVER_CUT))
 
     def include(self, branches: TrainingOnly) -> None:
         """Cut what runs in training alone with what it reads. What it computes for itself stays.
@@ -393,7 +392,7 @@ class Tracer:
         for spec in self.program.graph_signature.output_specs:
             node = by_name.get(getattr(spec.arg, "name", ""))
             if spec.kind is OutputKind.USER_OUTPUT and node is not None and isinstance(self.values.get(node), Tensor):
-                self.freeze(self.values[node], self.module(node) or node.name, "an output of the model")
+                self.freeze(self.values[node], self.module(node) or node.name, OUTPUT)
 
     def _anchors(self) -> dict[fx.Node, str]:
         """Where `union` coupling can widen a branch: the module before a sum, past operators that keep zero zero."""
@@ -452,6 +451,7 @@ class Tracer:
             met=_removable(root, self.met),
             whole=_removable(root, [x.ravel() for x, dims in self.whole if _several(root[x], dims)]),
             frozen=tuple(dict.fromkeys(self.frozen)),
+            untouched=find_untouched(self, axes, self._next),
             curved=self.curved or (shared and f"{shared} is used twice"),
             example=example,
         )
@@ -487,13 +487,14 @@ class Tracer:
             trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
             with closing(trial):
                 wrong = trial.unfit(among)
-            for name, why in _counted(wrong, trial).items():
+            for name, why in trial.reasons(wrong).items():
                 self.freeze(found[name].classes, name, why)
             found = self.finish(groups.example) if wrong else found
         return found
 
     def settle(self, example: Any, ignore: Sequence[str], stream: bool) -> Groups:
         """The groups without those to `ignore` and, unless `stream` asks for it, without the residual stream."""
+        self.stream = stream
         groups = self.finish(example)
         if self._leave_averaged():
             groups = self.finish(example)
@@ -501,7 +502,7 @@ class Tracer:
             groups = self.finish(example)
         if ignored := groups.matching(ignore, "ignore"):
             for name in ignored:
-                self.freeze(groups[name].classes, name, "left alone as asked")
+                self.freeze(groups[name].classes, name, ASKED)
             groups = self.finish(example)
         return groups
 
@@ -518,7 +519,7 @@ class Tracer:
         summed, normed = (self.root[np.concatenate([np.zeros(1, np.int64), *x])] for x in (self.summed, self.normed))
         stream = np.setdiff1d(np.intersect1d(summed, normed), [0])
         names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()] if len(stream) else []
-        self.freeze(stream, ", ".join(names), "the residual stream; ask for it with stream=True")
+        self.freeze(stream, ", ".join(names), STREAM)
         return len(stream) > 0
 
     def counting_attributes(self) -> list[Length]:

@@ -1,0 +1,86 @@
+"""What stays whole that a user would expect to shrink, and why.
+
+Not counted are what a model gives out, such as the classes of a classifier; the residual stream, unless it was asked
+for; what is left alone as asked; and what the example does not reach, or training alone does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import fx
+
+from hap import rules
+from hap.groups import Bools, Frozen, Ints, components
+from hap.training_only import ALONE
+
+if TYPE_CHECKING:
+    from hap.tracing import Tracer
+
+OUTPUT = "an output of the model"
+STREAM = "the residual stream; ask for it with stream=True"
+ASKED = "left alone as asked"
+EXPECTED = frozenset((OUTPUT, STREAM, ASKED, ALONE))
+"""Why something stays that nobody expects to go."""
+NEVER_CUT = "meets something that is never cut"
+NOT_KNOWN = "uses a weight in a way that is not understood"
+
+
+def find_untouched(tracer: Tracer, axes: dict[tuple[str, int], Ints], count: int) -> dict[str, Frozen]:
+    """The parameters that no class of `axes` cuts though one could expect it, each with a reason.
+
+    What is frozen is one class. So labels, of which there are `count`, are joined here once more without that class.
+    """
+    none = np.zeros(0, np.int64)
+    a, b = (np.concatenate([none, *(bond[i] for bond in tracer.bonds)]) for i in range(2))
+    root = components(count, a, b)
+    tracer.bonds[:] = [(np.arange(count), root)]  # says the same in fewer words
+    reason = np.full(len(root), -1)
+    for i, (labels, _) in reversed([*enumerate(tracer.causes)]):
+        reason[root[labels]] = i
+    expected = _expected(tracer, root)
+    cut = {name for (name, _), classes in axes.items() if classes.any()}
+    readers = _readers(tracer)
+    found = {}
+    for name in sorted(tracer.trainable & readers.keys() - cut):
+        dims = [d for d, size in enumerate(tracer.shapes[name]) if size > 1]
+        seen = [(name, d) for d in dims if (name, d) in tracer.axes and tracer.axes[name, d].any()]
+        stays = np.concatenate([none, *(root[tracer.axes[key]] for key in seen)])
+        stays = stays[~expected[stays]]
+        made = any(tracer.roles[key] == "out" for key in seen)
+        if len(known := reason[stays][reason[stays] >= 0]):
+            found[name] = tracer.causes[known.min()][1]
+        elif len(stays) and made:
+            found[name] = Frozen(name, NEVER_CUT)
+        elif dims and not seen and all(tracer.roles.get((name, d), "free") == "free" for d in dims):
+            found[name] = _unknown_use(readers[name])
+    return found
+
+
+def _expected(tracer: Tracer, root: Ints) -> Bools:
+    """Which components hold something that stays for a reason that one expects."""
+    expected = np.zeros(len(root), dtype=bool)
+    for labels in (labels for labels, cause in tracer.causes if cause.why in EXPECTED):
+        expected[root[labels]] = True
+    if not tracer.stream:
+        none = np.zeros(0, np.int64)
+        summed, normed = (root[np.concatenate([none, *x])] for x in (tracer.summed, tracer.normed))
+        expected[np.intersect1d(summed, normed)] = True
+    expected[0] = True
+    return expected
+
+
+def _readers(tracer: Tracer) -> dict[str, list[fx.Node]]:
+    """The operators that read each parameter, where some do."""
+    found: dict[str, list[fx.Node]] = {}
+    for node, name in tracer.parameters.items():
+        if node.users:
+            found.setdefault(name, []).extend(node.users)
+    return found
+
+
+def _unknown_use(readers: list[fx.Node]) -> Frozen:
+    unknown = [n for n in readers if rules.schema_name(n) not in rules.RULES and not rules.is_pointwise(n)]
+    node = (unknown or readers)[0]
+    return Frozen(rules.short_name(node), "no rule for this operator" if unknown else NOT_KNOWN)

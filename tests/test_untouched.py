@@ -1,0 +1,146 @@
+"""What could not be touched is said in one sentence, and nothing is said of what nobody expects to go."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hap
+from cases import CASES
+from hap.groups import Frozen
+from hap.untouched import share_untouched, untouched_in_words
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.recurrent = nn.Conv1d(4, 8, 3, padding=1), nn.GRU(8, 24, batch_first=True)
+        self.wide, self.last = nn.Linear(24, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.recurrent(self.first(x).relu().transpose(1, 2))[0]
+        out: Tensor = self.last(self.wide(hidden).relu())
+        return out
+
+
+@pytest.fixture
+def recurrent() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Recurrent().eval(), torch.randn(2, 4, 6)
+
+
+SAID = r"^\d\d% of the parameters could not be touched: recurrent \(gru: no rule for this operator\) and 1 more layer"
+
+
+def said_by(model: nn.Module, example: Any, **options: Any) -> tuple[hap.Plan, list[str]]:
+    """The plan of `prune_`, and the warnings about what could not be touched."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan = hap.prune_(model, example, criterion="magnitude", **options)
+    return plan, [str(w.message) for w in found if "could not be touched" in str(w.message)]
+
+
+def test_recurrent_layers_are_named_with_the_reason(recurrent: tuple[nn.Module, Tensor]) -> None:
+    model, example = recurrent
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    expected = sum(v for n, v in sizes.items() if n.startswith(("recurrent", "first"))) / sum(sizes.values())
+    groups = hap.trace(model, example)
+    assert groups.untouched.keys() == {n for n in sizes if n.startswith(("recurrent", "first"))}
+    assert share_untouched(groups) == pytest.approx(expected)
+    plan, said = said_by(model, example, params=0.95)
+    assert len(said) == 1 and re.match(SAID, said[0])
+    assert plan.untouched == str(plan).splitlines()[-1] and said[0].startswith(f"{expected:.0%} of the parameters")
+    assert hap.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_smaller_share_is_said_by_the_plan_alone(recurrent: tuple[nn.Module, Tensor]) -> None:
+    _, example = recurrent
+    model = Recurrent()
+    model.wide, model.last = nn.Linear(24, 512), nn.Linear(512, 3)
+    plan, said = said_by(model.eval(), example, params=0.9)
+    assert not said and "could not be touched: recurrent (gru" in str(plan)
+
+
+def test_what_is_left_alone_as_asked_is_not_mentioned() -> None:
+    model, example = CASES["plain"]()
+    groups = hap.trace(model, example, ignore=("0.0",))
+    assert len(groups) and not untouched_in_words(groups)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 4):
+        super().__init__()
+        self.heads, self.norm, self.qkv = heads, nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.mlp = nn.Linear(width, width), nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    """Nearly all of it is a table of words and a classifier: the residual stream on one side, outputs on the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(500, 16), nn.Parameter(torch.randn(1, 6, 16))
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(16, 500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(self.words(x) + self.places))
+        return out
+
+
+def test_streams_tables_and_classifiers_are_not_mentioned() -> None:
+    torch.manual_seed(0)
+    plan, said = said_by(Decoder().eval(), torch.randint(0, 500, (2, 6)), params=0.95)
+    assert not said and not plan.untouched and "touched" not in str(plan)
+
+
+@pytest.mark.parametrize("name", ["plain", "bottleneck", "depthwise", "dense_block", "inception", "squeeze_excite"])
+def test_ordinary_networks_are_quiet(name: str) -> None:
+    model, example = CASES[name]()
+    plan, said = said_by(model, example, params=0.9)
+    assert not said and not plan.untouched
+
+
+def test_a_stream_that_was_asked_for_and_stays_is_mentioned() -> None:
+    torch.manual_seed(0)
+    model, example = Decoder().eval(), torch.randint(0, 500, (2, 6))
+    assert not hap.trace(model, example).untouched
+    assert "of.words.weight" in hap.trace(Running(model), example, stream=True).untouched
+    assert not hap.trace(Running(model), example).untouched
+
+
+class Running(nn.Module):
+    """Hands the residual stream to an operator that no rule knows."""
+
+    def __init__(self, of: nn.Module):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.of.blocks(self.of.words(x) + self.of.places)  # type: ignore[operator, union-attr]
+        out: Tensor = self.of.head(torch.cummax(stream, -1).values)  # type: ignore[operator]
+        return out
+
+
+def test_reasons_are_for_layers_that_hold_parameters() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.table = nn.Linear(4, 8), nn.Parameter(torch.randn(8, 8))
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(torch.linalg.solve(self.table, self.first(x)[..., None])[..., 0])
+            return out
+
+    torch.manual_seed(0)
+    untouched = hap.trace(Own().eval(), torch.randn(3, 4)).untouched
+    assert untouched.keys() == {"first.weight", "first.bias", "table"}
+    assert isinstance(untouched["table"], Frozen) and untouched["table"].why == "no rule for this operator"
