@@ -1,16 +1,18 @@
 """export: the files run elsewhere and give the same numbers."""
 
 import copy
+import re
 import warnings
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import hap
 from cases import CASES
@@ -339,6 +341,89 @@ def test_several_clamps_of_one_value(tmp_path: Path) -> None:
     assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
     graph = exporting.capture(model, example).graph
     assert {exporting.CLAMP, exporting.TYPE_AS} <= {node.target for node in graph.nodes}
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias, as in T5: its result lies in memory as it is read, so that no copy is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.bias = nn.Linear(8, 24), nn.Linear(8, 8), nn.Parameter(torch.randn(1, 2, 5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0), self.bias.expand(x.shape[0], -1, -1, -1))
+        return self.out(mixed.transpose(1, 2).reshape(x.shape[0], 5, 8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_attention_that_takes_no_copy(dynamic: bool, tmp_path: Path) -> None:
+    model, example = Biased().eval(), torch.randn(2, 5, 8)
+    path = hap.export(tmp_path / "a.onnx", model, example, dynamic_batch=dynamic)
+    assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Returning(nn.Module):
+    """A layer and what is made of its output."""
+
+    def __init__(self, made: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.made = nn.Linear(4, 3), made
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.made(self.layer(x))
+
+
+@pytest.mark.parametrize("value", [3, True, 0.5])
+def test_values_that_are_no_tensors(value: Any, tmp_path: Path) -> None:
+    model, example = Returning(lambda y: {"y": y, "more": [None, value]}).eval(), torch.randn(2, 4)
+    with pytest.raises(hap.HapError, match=f"the model returns {value!r}, and ONNX has outputs for tensors alone; ret"):
+        hap.export(tmp_path / "a.onnx", model, example)
+    assert not list(tmp_path.iterdir())
+    path = hap.export(tmp_path / "a.pt2", model, example)
+    assert torch.export.load(path).module()(example)["more"] == [None, value]
+
+
+@pytest.mark.parametrize("made", [lambda y: {"a": Pair(y, [Pair(y + 1, None)])}, lambda y: torch.max(y, 1)])
+def test_named_tuples_are_plain_in_a_file(made: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    model, example = Returning(made).eval(), torch.randn(2, 4)
+    seen = torch.export.load(hap.export(tmp_path / "a.pt2", model, example)).module()(example)
+    assert type(seen["a"] if isinstance(seen, dict) else seen) is tuple
+    wanted = [x for x in run(model, example) if x is not None]
+    assert gap(wanted, [x for x in pytree.tree_leaves(seen) if x is not None]) <= 1e-6
+    assert gap(wanted, onnx_outputs(hap.export(tmp_path / "a.onnx", model, example), example)) <= 1e-6
+
+
+def test_what_no_file_can_hold_is_said_in_a_sentence(tmp_path: Path) -> None:
+    model, example = Returning(lambda y: torch.linalg.svd(y)[1]).eval(), torch.randn(2, 4)
+    with pytest.raises(hap.HapError) as caught:
+        hap.export(tmp_path / "a.onnx", model, example)
+    why = (
+        "torch.onnx cannot convert this model: No ONNX function found for .*aten._linalg_svd.*; a .pt2 file can hold it"
+    )
+    assert re.fullmatch(why, str(caught.value))
+    model = Returning(lambda y: (y, "text")).eval()
+    for ending, why in ((".onnx", "outputs for tensors alone"), (".pt2", "cannot read a text back from a file")):
+        with pytest.raises(hap.HapError, match=f"the model returns 'text', and [^\n]*{why}"):
+            hap.export(tmp_path / f"a{ending}", model, example)
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_that_no_file_can_hold(tmp_path: Path) -> None:
+    class Added(nn.Module):
+        def forward(self, pair: Pair) -> torch.Tensor:
+            return pair.first + pair.second
+
+    example = (Pair(torch.randn(2, 4), torch.randn(2, 4)),)
+    with pytest.raises(hap.HapError, match=r"^torch.export cannot write this model: [^\n]*Pair[^\n]*$"):
+        hap.export(tmp_path / "a.pt2", Added(), example, dynamic_batch=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_batch_size(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -41,7 +42,8 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     torch.export may have captured some lengths only, where the model goes another way with others: a .pt2 file refuses
     those, and a warning names them; ONNX has no means to, so that is an error.
     A warning says if it does not compute on the example what the model does: code may go another way while it is
-    captured.
+    captured. Named tuples that it returns are plain ones in the file. ONNX holds tensors alone: other values, but for
+    None, are refused.
     """
     path = Path(path)
     _writer(path)
@@ -76,7 +78,7 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
     start_autograd()
     with evaluating(model), torch.no_grad():
         try:
-            with returning_what_is_known(model):
+            with returning_what_is_known(model, plain_tuples=True):
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise HapError(_refusal(model, error, axes)) from error
@@ -257,8 +259,12 @@ def _runs(model: nn.Module, example: Any) -> bool:
 
 
 def _program(path: Path, program: ExportedProgram) -> None:
-    with path.open("wb") as file:
-        torch.export.save(program, file)
+    _refuse(program, (str,), "torch.export cannot read a text back from a file; return tensors and numbers alone")
+    try:
+        with path.open("wb") as file:
+            torch.export.save(program, file)
+    except NotImplementedError as error:  # classes of inputs that torch has no name for
+        raise HapError(f"torch.export cannot write this model: {_in_a_sentence(error)}") from error
 
 
 def _onnx(path: Path, program: ExportedProgram) -> None:
@@ -268,14 +274,57 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
         raise HapError(
             "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
         ) from error
+    _refuse(program, (bool, int, float, str), "ONNX has outputs for tensors alone; return those, or write a .pt2 file")
     if table := {n.target: _IN_OTHER_WORDS[n.target] for n in program.graph.nodes if _is_unknown(n)}:
         program = program.run_decompositions(table)
+    _copy_what_is_turned(program)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch.onnx uses what torch gives up; nobody here can help it
-        converted = torch.onnx.export(program, dynamo=True, verbose=False)
+        try:
+            converted = torch.onnx.export(program, dynamo=True, verbose=False)
+        except torch.onnx.OnnxExporterError as error:
+            why = _in_a_sentence(_first_cause(error))
+            raise HapError(f"torch.onnx cannot convert this model: {why}; a .pt2 file can hold it") from error
     assert converted is not None
     converted.save(str(path), external_data=False)
+
+
+def _refuse(program: ExportedProgram, kinds: tuple[type, ...], why: str) -> None:
+    """HapError if a value of one of these kinds is among the outputs."""
+    outputs = [spec.arg for spec in program.graph_signature.output_specs]
+    for value in (x.value for x in outputs if isinstance(x, ConstantArgument) and isinstance(x.value, kinds)):
+        raise HapError(f"the model returns {value!r}, and {why}")
+
+
+def _copy_what_is_turned(program: ExportedProgram) -> None:
+    """Put a copy, in place, wherever a tensor is turned and then reshaped.
+
+    Attention may leave its result so in memory that this takes none, and none is captured. Once torch.onnx has put
+    attention in other words it does. ONNX knows nothing of memory, so that a copy costs nothing there.
+    """
+    aten = torch.ops.aten
+    reshaping = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.contiguous.default)
+    for turned in [n for n in program.graph.nodes if n.target in (aten.transpose.int, aten.permute.default)]:
+        if readers := [user for user in turned.users if user.target in reshaping]:
+            with program.graph.inserting_after(turned):
+                kept = {"memory_format": torch.contiguous_format}
+                copy = program.graph.call_function(aten.clone.default, (turned,), kept)
+            copy.meta = {**turned.meta, "val": turned.meta["val"].contiguous()}
+            for reader in readers:
+                reader.replace_input_with(turned, copy)
+    program.graph_module.recompile()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _in_a_sentence(error: BaseException) -> str:
+    """The first sentence of what an exception says, which torch goes on to explain on pages."""
+    return re.split(r"[.!] |\n", str(error).strip() or type(error).__name__)[0].rstrip(".!")
 
 
 def _is_unknown(node: Node) -> bool:

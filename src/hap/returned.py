@@ -34,8 +34,17 @@ def _known(x: Any) -> Any:
     return None
 
 
+def _with_plain_tuples(output: Any) -> Any:
+    """The same with plain tuples in place of named ones and of torch's own: files know no classes."""
+
+    def own(x: Any) -> bool:
+        return isinstance(x, tuple) and type(x) is not tuple
+
+    return pytree.tree_map(lambda x: tuple(map(_with_plain_tuples, x)) if own(x) else x, output, is_leaf=own)
+
+
 @contextmanager
-def returning_what_is_known(model: nn.Module) -> Iterator[None]:
+def returning_what_is_known(model: nn.Module, plain_tuples: bool = False) -> Iterator[None]:
     """Inside, the model returns no more than that. HapError, while it runs: there is no tensor in it."""
 
     def leave_out(module: nn.Module, args: Any, output: Any) -> Any:
@@ -45,7 +54,7 @@ def returning_what_is_known(model: nn.Module) -> Iterator[None]:
                 f"{type(module).__name__} returns a {type(output).__name__}, in which no tensor is found; expected "
                 "tensors, or tuples, lists, dicts or dataclasses of them"
             )
-        return found
+        return _with_plain_tuples(found) if plain_tuples else found
 
     handle = model.register_forward_hook(leave_out)
     try:
