@@ -31,6 +31,20 @@ def build(classes=10):
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes),
     )
 """
+RECURRENT = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.rows, self.wide, self.last = nn.GRU(8, 16), nn.Linear(16, 32), nn.Linear(32, classes)
+
+    def forward(self, x):
+        return self.last(self.wide(self.rows(x[:, 0].transpose(0, 1))[0].mean(0)).relu())
+
+def build(classes=10):
+    return Net(classes)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +164,16 @@ def test_options_of_prune_reach_the_plan(dense: Path, tmp_path: Path) -> None:
     assert plan.implant.to_dict()["kind"] == "DepthwiseSeparable"
     assert all(not gone for name, gone in plan.removed.items() if name.startswith("layer1."))
     assert all(len(gone) <= 0.5 * (len(gone) + len(plan.kept[name])) for name, gone in plan.removed.items())
+
+
+def test_prune_and_info_say_what_could_not_be_touched(tiny: Path) -> None:
+    (tiny / "tinynet.py").write_text(RECURRENT)
+    ok("train", "--model", "tinynet:build", "--data", "digits", "--epochs", 1, "--out", "net.safetensors")
+    said = ok("prune", "net.safetensors", "--params", 0.9, "--criterion", "magnitude", "--model", "tinynet:build",
+              "--out", "p.safetensors")  # fmt: skip
+    line = next(line for line in said.splitlines() if "could not be touched" in line)
+    assert line.startswith("59% of the parameters could not be touched: rows (gru: no rule for this operator)")
+    assert line in ok("info", "p.safetensors").splitlines()
 
 
 def test_finetune_eval_info_and_export_need_no_model(dense: Path, pruned: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import hap
 from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, data_for, opened
 from hap.cli.screen import out as screen
-from hap.cli.screen import percent, plan_table, share, table, working, wrote
+from hap.cli.screen import percent, plan_table, say, share, table, working, wrote
 from hap.errors import HapError
 from hap.experiments.networks import load_data, measure, stored_example
 
@@ -126,6 +126,8 @@ def info(checkpoint: Saved) -> None:
     screen().print(_pairs([[key, str(value)] for key, value in rows]))
     for plan in found.plans:
         screen().print(plan_table(plan))
+        if plan.untouched:
+            say(f"{plan.untouched}.")
 
 
 def where(network: nn.Module) -> str:

@@ -247,3 +247,5 @@ def _show(plan: Plan, accuracy: tuple[float, float], count: tuple[Count, Count])
     ]
     screen().print(table(["", "dense", "pruned", "left"], rows))
     say("FLOPs are multiply-adds of one image. Accuracy is before fine-tuning; hap finetune brings it back.")
+    if plan.untouched:
+        say(f"{plan.untouched}.")
