@@ -144,3 +144,64 @@ def test_reasons_are_for_layers_that_hold_parameters() -> None:
     untouched = hap.trace(Own().eval(), torch.randn(3, 4)).untouched
     assert untouched.keys() == {"first.weight", "first.bias", "table"}
     assert isinstance(untouched["table"], Frozen) and untouched["table"].why == "no rule for this operator"
+
+
+# ---- errors that say it too ---------------------------------------------------------------------------------
+
+
+class Untouchable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.last = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.recurrent(x)[0])
+        return out
+
+
+def test_where_nothing_can_be_removed_the_error_has_the_reason() -> None:
+    model, example = Untouchable().eval(), torch.randn(2, 5, 4)
+    reason = r"nothing in this model can be removed: recurrent \(gru: no rule for this operator\); print\("
+    with pytest.raises(hap.HapError, match=rf"{reason}hap\.trace\(model, example\)\) has all reasons"):
+        hap.prune_(model, example, criterion="magnitude", params=0.5)
+    groups = hap.trace(model, example)
+    for verb in (
+        lambda: hap.score(model, groups, None, None, "l1"),
+        lambda: hap.plan(groups, {}, hap.Budget(params=0.5)),
+    ):
+        with pytest.raises(hap.HapError, match=rf"{reason}groups\) has all reasons"):
+            verb()
+
+
+def test_where_all_is_as_expected_the_error_says_so() -> None:
+    with pytest.raises(hap.HapError, match=r"nothing in this model can be removed: 0 \(an output of the model\); "):
+        hap.prune_(nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4), criterion="l1", params=0.5)
+    with pytest.raises(hap.HapError, match="nothing in this model can be removed: no layer computes what another one"):
+        hap.prune_(nn.Sequential(nn.ReLU()), torch.randn(2, 4), criterion="l1", params=0.5)
+
+
+def test_a_budget_that_frozen_layers_keep_out_of_reach_says_so(recurrent: tuple[nn.Module, Tensor]) -> None:
+    words = r"at least 0\.\d+ of the dense model is left; \d\d% of the parameters could not be touched: recurrent \(gru"
+    with pytest.raises(hap.HapError, match=words):
+        hap.prune_(*recurrent, criterion="l1", params=0.2)
+    with pytest.raises(hap.HapError, match=r"of the dense model is left\. Ask for"):
+        hap.prune_(*CASES["plain"](), criterion="l1", params=0.001)
+
+
+class Choosing(nn.Module):
+    """Between any two of its layers it chooses by value, so that each is a part by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out: Tensor = self.last(hidden if hidden.sum() > 0 else -hidden)
+        return out
+
+
+def test_a_model_in_parts_that_loses_nothing_is_told_how_to_see_them() -> None:
+    words = r"can be removed: .*first.*in parts.*view = hap\.parts\(model, example\), and print\(hap\.trace\(view"
+    with pytest.warns(UserWarning, match="pruned in parts"), pytest.raises(hap.HapError, match=words):
+        hap.prune_(Choosing().eval(), torch.randn(2, 4), criterion="l1", params=0.5)

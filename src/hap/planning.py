@@ -18,6 +18,7 @@ from hap.errors import HapError
 from hap.groups import Bools, Groups, Ints
 from hap.implants import Implant, as_implant
 from hap.plans import Plan, assemble
+from hap.untouched import nothing_in_words, untouched_in_words
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class _Search:
         self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
         self.cost = CostModel(groups, implant)
         if not len(groups):
-            raise HapError("nothing in this model can be removed; print(groups) says why")
+            raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
         names = list(groups)
         values = _checked(groups, scores)
         self.classes = np.concatenate([groups[n].classes for n in names])
@@ -229,10 +230,11 @@ class _Search:
             self.budget.given.items(), least, self.target, self.dense, strict=True
         ):
             if found > target:
+                because = f"; {said}" if (said := untouched_in_words(self.groups)) else ""
                 raise HapError(
                     f"{kind}={fraction} cannot be reached: with these limits at least "
-                    f"{math.ceil(found / dense * 1e4) / 1e4:.4f} of the dense model is left. Ask for that or more, "
-                    "raise Limits.per_layer, or look at print(groups) for what is frozen."
+                    f"{math.ceil(found / dense * 1e4) / 1e4:.4f} of the dense model is left{because}. Ask for that or "
+                    "more, raise Limits.per_layer, or look at print(groups) for what is frozen."
                 )
         low, high = -1, len(self.order)
         while high - low > 1:

@@ -25,7 +25,7 @@ from hap.scoring.base import Loss
 from hap.surgery import apply_
 from hap.timed_planning import plan_for_latency
 from hap.tracing import trace, trace_captured
-from hap.untouched import share_untouched
+from hap.untouched import nothing_in_words, share_untouched
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
@@ -60,6 +60,8 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
         raise HapError("compensate=True needs batches, an iterable of (input, target)")
     with outside_inference(model):
         groups, view = _traced(model, example, coupling, ignore, stream)
+        if not len(groups):
+            raise HapError(_nothing(groups, view))
         implant = as_implant(implant)
         if isinstance(implant, NarrowHeads):
             groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
@@ -106,6 +108,14 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
     )
     curved = groups.curved or "what happens between the parts is not known"
     return replace(groups, curved=curved, example=describe(example)), view
+
+
+def _nothing(groups: Groups, view: Parts | None) -> str:
+    """Why nothing can be removed, and how to see more of it."""
+    if view is None:
+        return f"{nothing_in_words(groups)}; print(hap.trace(model, example)) has all reasons"
+    return (f"{nothing_in_words(groups)}; it is pruned in parts, and what passes between them is kept: take "
+            "view = hap.parts(model, example), and print(hap.trace(view, view.example)) has all reasons")  # fmt: skip
 
 
 def _check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 
 from hap.groups import Frozen, Groups
@@ -32,7 +33,7 @@ def nothing_in_words(groups: Groups) -> str:
     elif groups.frozen:
         reasons = _listed([f"{f.what} ({_short(f.why)})" for f in groups.frozen], len(groups.frozen), 3)
     else:
-        reasons = "none of its layers computes what another one reads"
+        reasons = "no layer computes what another one reads"
     return f"nothing in this model can be removed: {reasons}"
 
 
@@ -44,7 +45,7 @@ def _layers(groups: Groups, most: int) -> str:
         reasons.setdefault(layer, frozen)
     different: dict[str, str] = {}
     for layer, _ in sizes.most_common():
-        what, why = reasons[layer].what, _short(reasons[layer].why)
+        what, why = reasons[layer].what, _short(re.sub(", like [^:]*", "", reasons[layer].why))
         about = "" if f"{what}.".startswith(f"{layer}.") else f"{what}: "
         different.setdefault(why, f"{layer} ({about}{why})")
     return _listed(list(different.values()), len(sizes), most)
@@ -57,7 +58,8 @@ def _listed(said: list[str], count: int, most: int) -> str:
 
 def _layer(parameter: str) -> str:
     """The module that a parameter is the weight of, or the parameter itself where the model holds it."""
-    return parameter.partition(".parametrizations.")[0].rpartition(".")[0] or parameter
+    module, parametrized, _ = parameter.partition(".parametrizations.")
+    return module if parametrized else parameter.rpartition(".")[0] or parameter
 
 
 def _short(why: str) -> str:

@@ -17,6 +17,7 @@ from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
 from hap.scoring.heads import GateGradient, JointTrace, Whole
 from hap.scoring.hessian import HessianTrace
 from hap.scoring.simple import L1, BNScale, GeometricMedian, Magnitude, Random
+from hap.untouched import nothing_in_words
 
 __all__ = [
     "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GateGradient", "GeometricMedian",
@@ -77,7 +78,7 @@ def score(
     batches, and all get the scores of the whole.
     """
     if not len(groups):
-        raise HapError("nothing in this model can be removed, so there is nothing to score; print(groups) says why")
+        raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
     with outside_inference(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         scores = as_criterion(criterion).scores(Problem(model, groups, batches, loss))
     return Scores({n: v.cpu() for n, v in scores.items()}, {n: v.cpu() for n, v in scores.errors.items()}, scores.about)
