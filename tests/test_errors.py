@@ -159,7 +159,9 @@ def test_weights_that_are_not_finite() -> None:
         model[0][0].weight[0, 0, 0, 0] = float("nan")
     with pytest.raises(hap.HapError, match="the loss is nan"):
         hap.score(model, traced("plain", "joint"), calibration(), F.cross_entropy, "hessian")
-    scores = hap.score(model, traced("plain", "joint"), None, None, "magnitude")
+    with pytest.raises(hap.HapError, match=r"0\.0\.weight has values that are not finite, 1 of \d+"):
+        hap.score(model, traced("plain", "joint"), None, None, "magnitude")
+    scores = {n: torch.full((len(g),), float("nan")) for n, g in traced("plain", "joint").items()}
     with pytest.raises(hap.HapError, match=r"scores\['0.0'\] holds nan; scores must be finite"):
         hap.plan(traced("plain", "joint"), scores, hap.Budget(flops=0.5))
 

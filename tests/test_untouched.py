@@ -205,3 +205,56 @@ def test_a_model_in_parts_that_loses_nothing_is_told_how_to_see_them() -> None:
     words = r"can be removed: .*first.*in parts.*view = hap\.parts\(model, example\), and print\(hap\.trace\(view"
     with pytest.warns(UserWarning, match="pruned in parts"), pytest.raises(hap.HapError, match=words):
         hap.prune_(Choosing().eval(), torch.randn(2, 4), criterion="l1", params=0.5)
+
+
+class Decoding(Choosing):
+    def forward(self, x: Tensor, use_cache: bool = True) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_decoder_in_parts_is_told_of_its_cache() -> None:
+    hint = 'give the example "use_cache": False'
+    with pytest.warns(UserWarning, match=hint), pytest.raises(hap.HapError, match=hint):
+        hap.prune_(Decoding().eval(), torch.randn(2, 4), criterion="l1", params=0.5)
+    for model, example in [(Decoding(), {"x": torch.randn(2, 4), "use_cache": False}), (Choosing(), torch.randn(2, 4))]:
+        with (
+            pytest.warns(UserWarning, match="in parts") as told,
+            pytest.raises(hap.HapError, match="in parts") as found,
+        ):
+            hap.prune_(model.eval(), example, criterion="l1", params=0.5)
+        assert "use_cache" not in str(found.value) and not [w for w in told if "use_cache" in str(w.message)]
+
+
+class Half(nn.Module):
+    """One part can be pruned, the other is a single layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(4, 64), nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out: Tensor = self.rest(hidden if hidden.sum() > 0 else -hidden)
+        return out
+
+
+def test_layers_that_are_parts_by_themselves_are_mentioned() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="in parts: first, rest"):
+        plan = hap.prune_(Half().eval(), torch.randn(2, 4), criterion="l1", params=0.8)
+    expected = (
+        "30% of the parameters could not be touched: first (a part by itself, and what passes between parts is kept)"
+    )
+    assert plan.untouched == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    model, example = CASES["plain"]()
+    with torch.no_grad():
+        model[0][0].weight[0, 0, 0, 0] = value
+    words = r"0\.0\.weight has values that are not finite, 1 of \d+, so that nothing tells what may go"
+    with pytest.raises(hap.HapError, match=words):
+        hap.prune_(model, example, criterion="magnitude", flops=0.5)
+    with pytest.raises(hap.HapError, match=words):
+        hap.score(model, hap.trace(model, example), None, None, "magnitude")

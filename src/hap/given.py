@@ -48,5 +48,16 @@ def check_given(model: nn.Module, example: Any) -> None:
         )
 
 
+def check_finite(model: nn.Module) -> None:
+    """Refuse weights that are not finite, and buffers that are no numbers: then nothing tells what may go."""
+    for name, tensor in named_tensors(model).items():
+        wrong = ~torch.isfinite(tensor) if isinstance(tensor, nn.Parameter) else torch.isnan(tensor)
+        if bool(wrong.any()):
+            raise HapError(
+                f"{name} has values that are not finite, {int(wrong.sum())} of {wrong.numel()}, so that nothing tells "
+                "what may go; load or train the model anew"
+            )
+
+
 def _first(named: Iterable[tuple[str, Tensor]], fits: Callable[[Tensor], bool]) -> str | None:
     return next((name for name, tensor in named if fits(tensor)), None)

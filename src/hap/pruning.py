@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,9 +13,9 @@ from torch import nn
 
 from hap.compensation import compensate_
 from hap.errors import CaptureError, HapError
-from hap.examples import describe, run
-from hap.given import check_given, outside_inference
-from hap.groups import Groups
+from hap.examples import call_arguments, describe, run
+from hap.given import check_finite, check_given, outside_inference
+from hap.groups import Frozen, Groups
 from hap.implants import Implant, NarrowHeads, as_implant
 from hap.narrowing import narrowable
 from hap.parts import Parts, captured_parts, view_where_it_chooses
@@ -29,6 +30,7 @@ from hap.untouched import nothing_in_words, share_untouched
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
+SINGLE = "a part by itself, and what passes between parts is kept"
 
 
 def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
@@ -61,7 +63,8 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
     with outside_inference(model):
         groups, view = _traced(model, example, coupling, ignore, stream)
         if not len(groups):
-            raise HapError(_nothing(groups, view))
+            check_finite(model)
+            raise HapError(_nothing(groups, view) + _hint(model, example, view))
         implant = as_implant(implant)
         if isinstance(implant, NarrowHeads):
             groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
@@ -103,11 +106,28 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
     names = ", ".join(dict.fromkeys(view.names))
     warnings.warn(
         f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: {names}; what "
-        "passes between them is kept",
+        f"passes between them is kept{_hint(model, example, view)}",
         stacklevel=3,
     )
     curved = groups.curved or "what happens between the parts is not known"
-    return replace(groups, curved=curved, example=describe(example)), view
+    untouched = {**_single(view, groups), **groups.untouched}
+    return replace(groups, curved=curved, example=describe(example), untouched=untouched), view
+
+
+def _single(view: Parts, groups: Groups) -> dict[str, Frozen]:
+    """The weights of layers that are parts by themselves: what they read and what they compute is kept."""
+    layers = {name for name in view.names if not [*view.get_submodule(name).children()]}
+    cut = {weight for (weight, _), classes in groups.axes.items() if classes.any()}
+    weights = {term.weight: term.weight.rpartition(".")[0] for term in groups.terms}
+    return {w: Frozen(layer, SINGLE) for w, layer in weights.items() if layer in layers and w not in cut}
+
+
+def _hint(model: nn.Module, example: Any, view: Parts | None) -> str:
+    """What lets torch.export capture more of a decoder: modules that are called with a cache it cannot capture."""
+    takes = view is not None and "use_cache" in inspect.signature(model.forward).parameters
+    if not takes or "use_cache" in call_arguments(example)[1]:
+        return ""
+    return '. A cache of keys and values keeps torch.export from larger parts: give the example "use_cache": False'
 
 
 def _nothing(groups: Groups, view: Parts | None) -> str:

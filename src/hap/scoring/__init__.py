@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hap.errors import HapError
-from hap.given import outside_inference
+from hap.given import check_finite, outside_inference
 from hap.groups import Groups
 from hap.scoring.base import Criterion, Loss, Problem, Scores
 from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
@@ -78,7 +78,10 @@ def score(
     batches, and all get the scores of the whole.
     """
     if not len(groups):
+        check_finite(model)
         raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
     with outside_inference(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         scores = as_criterion(criterion).scores(Problem(model, groups, batches, loss))
+    if not all(bool(v.isfinite().all()) for v in scores.values()):
+        check_finite(model)
     return Scores({n: v.cpu() for n, v in scores.items()}, {n: v.cpu() for n, v in scores.errors.items()}, scores.about)
