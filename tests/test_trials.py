@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -203,7 +205,7 @@ def test_what_cannot_be_copied_is_frozen_and_trace_says_so() -> None:
         copy.deepcopy(model)
     groups = hap.trace(model, example().float())
     assert not groups
-    assert {"0.qkv", "2.qkv"} <= {f.what for f in groups.frozen if "counts on its size" in f.why}
+    assert {"0.qkv", "2.qkv"} <= {f.what for f in groups.frozen if "no copy of the model can be tried" in f.why}
 
 
 @pytest.mark.parametrize("last", ["plain", "normed"])
@@ -219,6 +221,75 @@ def test_weights_that_a_hook_computes_are_cut_whatever_ran_before(last: str, bef
     assert list(hap.trace(model, x)) == ["0", "2"]
     hap.prune_(model, x, criterion="magnitude", flops=0.5)
     model.train()(x).sum().backward()
+
+
+class Noisy(nn.Module):
+    """Draws at random as it is evaluated: as many numbers whatever is cut, or as many as there are units."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.up, self.mean, self.down, self.out = nn.Linear(8, 20), nn.Linear(20, 4), nn.Linear(4, 20), nn.Linear(20, 8)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.mean(self.up(x).relu())
+        z = z + (torch.randn_like(z) if self.what == "torch" else float(np.random.rand() + random.random()))
+        h = self.down(z).relu()
+        return self.out(nn.functional.dropout(h, 0.5) if self.what == "units" else h)
+
+
+@pytest.mark.parametrize("what", ["torch", "others"])
+def test_what_a_forward_draws_is_the_same_in_every_run(what: str) -> None:
+    model, x = Noisy(what).eval(), torch.randn(3, 8)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    assert {"up", "down"} <= set(hap.trace(model, x))
+    hap.prune_(model, x, criterion="magnitude", params=0.6)
+    assert len(model.up.weight) < 20 and torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), np.random.get_state()[2])
+
+
+def test_noise_on_units_freezes_them_and_the_reason_says_so() -> None:
+    groups = hap.trace(Noisy("units").eval(), torch.randn(3, 8))
+    assert "up" in groups and "down" not in groups
+    why = next(f.why for f in groups.frozen if f.what == "down")
+    assert why.startswith("without some of it the model returns something")
+    assert why.endswith("; its forward draws at random")
+
+
+class Growing(nn.Module):
+    """Returns more each time, whatever is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(8, 20), nn.Linear(20, 8), [0.0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
+        made = Growing()
+        made.up, made.down = (copy.deepcopy(m, memo) for m in (self.up, self.down))
+        made.calls = self.calls
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1.0
+        return self.down(self.up(x).relu()) * self.calls[0]
+
+
+def test_a_model_that_never_returns_the_same_is_not_said_to_count() -> None:
+    groups = hap.trace(Growing().eval(), torch.randn(3, 8))
+    assert not groups
+    assert next(f.why for f in groups.frozen if f.what == "up").endswith("; two runs of the model itself differ too")
+
+
+class Endless(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float("inf")
+
+
+def test_outputs_that_are_not_finite_are_named_as_the_reason() -> None:
+    groups = hap.trace(Endless(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 2)).eval(), torch.randn(3, 8))
+    why = next(f.why for f in groups.frozen if f.what == "0")
+    assert why == ("what the model returns without some of it cannot be compared: no output is finite on the example, "
+                   "so nothing can be compared")  # fmt: skip
 
 
 class Halves(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from hap import rules
 from hap.entries import Arguments, recording
 from hap.errors import CaptureError, HapError
-from hap.examples import call_arguments, evaluating, letting_go, run
+from hap.examples import call_arguments, evaluating, letting_go, run, seeded
 from hap.given import check_given
 from hap.repeats import noting_shapes
 from hap.returned import returning_what_is_known
@@ -78,7 +78,7 @@ def export(
     """
     start_autograd()
     with (
-        letting_go(model), evaluating(model), torch.no_grad(), known, redirect_stderr(StringIO()),
+        letting_go(model), evaluating(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
         returning_what_is_known(model),
     ):  # fmt: skip
         for module in training:

@@ -24,6 +24,11 @@ from hap.zeros import Remembering, SkippingZeros, Sparse
 
 REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
 UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
+COUNTED = "the model's forward counts on its size"
+UNCOPIED = "no copy of the model can be tried"
+BY_ZEROS = "the model does not run with zeros in place of some of it"
+UNLIKE = "without some of it the model returns something else than with zeros there"
+UNKNOWABLE = "what the model returns without some of it cannot be compared"
 Listener = Callable[[nn.Module], None]
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that go another way, with fused kernels and nested tensors, where no mode of torch's watches functions."""
@@ -31,6 +36,14 @@ COARSE = dict.fromkeys(TOLERANCE, 0.1)
 """How far fused kernels may be off: some compute GELU another way."""
 LARGE = 1 << 14
 """Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
+
+
+class Misfit(HapError):
+    """A pruned model does not do what its plan says: why not, as a reason to leave units alone, and what was seen."""
+
+    def __init__(self, message: str, why: str, seen: str):
+        super().__init__(message)
+        self.why, self.seen = why, seen
 
 
 def verify_plan(
@@ -55,7 +68,7 @@ def check_by_running(
     shorter: dict[str, Tensor] | None = None, wanted: list[Any] | None = None, gross: float | None = None,
     listen: Listener | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Raise HapError unless the pruned model does on the example what the plan says. Changes nothing.
+    """Raise Misfit unless the pruned model does on the example what the plan says. Changes nothing.
 
     It is held against the dense model with zeros in place of what goes; with `base`, a milder plan, against what that
     one leaves of the dense model, which runs faster. `shorter` holds what the plan leaves of tensors, where that is
@@ -68,8 +81,15 @@ def check_by_running(
     if problem and problem.startswith(VALUES):  # rounding, or a real difference?
         problem, wanted = _compare_exactly(model, plan, implants, example, base)
     if problem:
-        raise HapError(f"{REFUSED}: {problem}")
+        raise Misfit(f"{REFUSED}: {problem}", _why(problem), problem)
     return wanted
+
+
+def _why(problem: str) -> str:
+    """What a difference between a pruned model and the one with zeros comes to."""
+    if VALUES in problem:
+        return UNLIKE
+    return UNKNOWABLE if "finite" in problem else COUNTED
 
 
 def _compare_exactly(
@@ -104,13 +124,16 @@ def _compare(
         known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
         with known or nullcontext():
             seen = outputs(pruned, example)
+    except Misfit:
+        raise
     except Exception as error:
-        raise HapError(f"{REFUSED}: its forward fails with {in_a_line(error)}") from error
+        line = in_a_line(error)
+        raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
     if wanted is None:
         try:
             wanted = _reference(model, plan, implants, example, base, shorter, known)
         except Exception as error:
-            raise HapError(f"{UNKNOWN} fails with {in_a_line(error)}") from error
+            raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     problem = difference(wanted, seen, plan.exact, tolerance)
     if problem and problem.startswith(VALUES) and gross is not None and _apart(wanted, seen, gross):
         problem = f"beyond all rounding, {problem}"
@@ -135,7 +158,11 @@ def _check_fused(
 
 def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> nn.Module:
     """A forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart."""
-    pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
+    try:
+        pruned = variant(model, {name: tensor.clone() for name, tensor in shorter.items()})
+    except Exception as error:  # copying runs code of whatever the model holds
+        line = in_a_line(error)
+        raise Misfit(f"{REFUSED}: the model cannot be copied to try it, {line}", UNCOPIED, line) from error
     follow_(pruned, plan, copy.deepcopy(implants))
     return pruned
 

@@ -55,9 +55,7 @@ def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
 @contextmanager
 def seeded() -> Iterator[None]:
     """Inside, the same random numbers every time; outside, as if none had been drawn."""
-    generators = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-    states = [generator.get_state() for generator in generators]
-    python, numpy = random.getstate(), np.random.get_state()
+    generators, (states, python, numpy) = _generators(), _random_states()
     for generator in generators:
         generator.manual_seed(0)
     random.seed(0)
@@ -69,6 +67,22 @@ def seeded() -> Iterator[None]:
             generator.set_state(state)
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def _random_states() -> tuple[list[Tensor], Any, Any]:
+    """What the next random numbers of torch, Python and numpy depend on."""
+    return [generator.get_state() for generator in _generators()], random.getstate(), np.random.get_state()
+
+
+def _random_numbers() -> list[Any]:
+    """The same, to be compared."""
+    torches, python, numpy = _random_states()
+    arrays = [np.asarray(x).tolist() for x in numpy]
+    return [[state.tolist() for state in torches], python, arrays]
 
 
 def plain(example: Any) -> Any:
@@ -103,8 +117,21 @@ def copied(inputs: Any) -> Any:
 
 def run(model: nn.Module, example: Any) -> Any:
     """The model's output on an example, in eval mode and without a graph. Random numbers are the same each time."""
+    with seeded():
+        return _evaluated(model, example)
+
+
+def draws(model: nn.Module, example: Any) -> bool:
+    """Whether the model, as it is evaluated, draws random numbers."""
+    with seeded():
+        before = _random_numbers()
+        _evaluated(model, example)
+        return _random_numbers() != before
+
+
+def _evaluated(model: nn.Module, example: Any) -> Any:
     args, kwargs = copied(call_arguments(example))
-    with evaluating(model), torch.no_grad(), seeded():
+    with evaluating(model), torch.no_grad():
         return model(*args, **kwargs)
 
 

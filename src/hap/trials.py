@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from hap.blocks import heads
 from hap.capturing import Asked, exporting, modules_in
-from hap.checking import Listener, check_by_running, in_a_line
-from hap.comparing import in_float64
+from hap.checking import COUNTED, UNLIKE, Listener, Misfit, check_by_running, in_a_line
+from hap.comparing import difference, in_float64, outputs
 from hap.copying import variant
 from hap.cost import CostModel
 from hap.errors import HapError
+from hap.examples import draws
 from hap.groups import Groups, Ints, Length
 from hap.missing import Calls, Without
 from hap.parts import touched
@@ -71,7 +72,7 @@ HEAVY_UNITS = 1_000
 
 @dataclass(frozen=True)
 class End:
-    """How a round of a trial ended: whether the model did without, and else the module that failed and what it raised.
+    """How a round of a trial ended: whether the model did without, and else what failed, why, and what was seen.
 
     Attributes, by their ids, that `followed`, and those that were `read` till then. With others that were not read it
     would have ended just so.
@@ -81,7 +82,7 @@ class End:
     read: frozenset[int]
     fits: bool
     failed: str | None
-    raised: str | None
+    why: tuple[str, str] | None
 
 
 class Trial:
@@ -97,7 +98,7 @@ class Trial:
         repeats: Repeats = NONE, sliced: Ints = NOTHING, loud: Mapping[str, float] = MappingProxyType({}),
     ):  # fmt: skip
         model, example = touched(model, example, [name for (name, _), classes in groups.axes.items() if classes.any()])
-        self.example, self.groups = example, without(groups, repeats)
+        self.example, self.groups = example, replace(without(groups, repeats), untouched={})  # nobody reads its plans
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced, loud=loud)
         self.repeats, self.attributes = repeats, candidates
         self.cost = CostModel(self.groups)
@@ -185,22 +186,32 @@ class Trial:
             self.instead = whole
         return misfits
 
-    def raised(self, misfits: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """By group, which of its kind was tried and what the forward raised without parts of that one alone.
-
-        Such as do not fit because the result is another one are not among them.
-        """
+    def reasons(self, misfits: Sequence[str]) -> dict[str, str]:
+        """Why these groups do not fit: what came of it where one of them, or one of its kind, lost units by itself."""
         if self.instead is not None:
-            return self.instead.raised(misfits)
-        told: dict[str, str] = {}
+            return self.instead.reasons(misfits)
+        told: dict[str, tuple[str, str]] = {}
         for (_, cut), ends in self.ends.items():
             alone = cut.intersection(misfits)
             if len(alone) == 1:
-                last = sorted(ends, key=lambda end: len(end.followed))  # the more follow, the further it gets
-                told |= {name: end.raised for end in last for name in alone if end.raised is not None}
-        kin = {kind_of(n): (n, told[n]) for n in reversed(misfits) if n in told}
-        own = {n: (n, what) for n, what in told.items()}
-        return {n: own.get(n, kin[kind_of(n)]) for n in misfits if kind_of(n) in kin}
+                last = sorted(ends, key=_how_far)
+                told |= {name: end.why for end in last for name in alone if end.why is not None}
+        kin = {kind_of(n): n for n in reversed(misfits) if n in told}
+        tried = {n: n if n in told else kin.get(kind_of(n)) for n in misfits}
+        chance = self._chance() if any(why == UNLIKE for why, _ in told.values()) else ""
+        return {n: COUNTED if one is None else _reason(*told[one], one if one != n else "", chance)
+                for n, one in tried.items()}  # fmt: skip
+
+    def _chance(self) -> str:
+        """What there is to say of models of which two runs differ by themselves, and of all others."""
+        try:
+            if draws(self.model, self.example):
+                return "its forward draws at random"
+            if difference(outputs(self.model, self.example), outputs(self.model, self.example)) is not None:
+                return "two runs of the model itself differ too"
+        except Exception:  # it ran before, but whoever does not return the same twice may also fail
+            return "the model itself does not always run"
+        return "it counts on its size, or a rule is wrong"
 
     def _contrary(self, misfits: list[str]) -> Trial | None:
         """A trial of all blocks, if one run of them does not bear out what was found without those that repeat others.
@@ -447,7 +458,7 @@ class Trial:
         key = (number, frozenset(cut), frozenset(i for i, x in following.items() if np.isin(x.classes, reach).any()))
         base, plan, other = ({n: (spread if n in spanned else side)[n] for n in cut}
                              for side, spread in ((fewer, more), (more, more), (more, fewer)))  # fmt: skip
-        fits, failed, raised = True, None, None
+        fits, failed, why = True, None, None
         calls = Calls({x.module for x in following.values()})
         if self.reads is not None:
             self.reads.forget(self.watched)
@@ -458,7 +469,7 @@ class Trial:
                 self._run(replace(drafted(other), exact=False), None, self.wanted[key])
                 self.spread.add(key)
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
-            fits, failed, raised = False, _failing_module(error), _raised(error)
+            fits, failed, why = False, _failing_module(error), _why(error)
         else:
             self.ran = True
             assert calls.model is not None
@@ -466,7 +477,7 @@ class Trial:
             self.calls = (frozenset(cut), frozenset(following), calls)
             self._be_precise(self.wanted[key])
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
-        return End(frozenset(following), read, fits, failed, raised)
+        return End(frozenset(following), read, fits, failed, why)
 
     def _was_read(self, length: Length) -> bool:
         """Whether the last round read this attribute, as far as is known."""
@@ -536,10 +547,20 @@ def _failing_module(error: BaseException) -> str | None:
     return next((names[id(m)] for m in reversed(running) if names.get(id(m)) and [*m.children()]), None)
 
 
-def _raised(error: Exception) -> str | None:
-    """What a forward raised, in a short line; None where it ran and returned something else."""
-    cause = error.__cause__ or error
-    return None if isinstance(cause, HapError) and cause is error else textwrap.shorten(in_a_line(cause), MOST_SAID)
+def _why(error: Exception) -> tuple[str, str]:
+    """Why a round did not fit, and what was seen, in a short line."""
+    why, seen = (error.why, error.seen) if isinstance(error, Misfit) else (COUNTED, in_a_line(error))
+    return why, textwrap.shorten(seen, MOST_SAID)
+
+
+def _how_far(end: End) -> tuple[bool, int]:
+    """What is raised says more than values; the more attributes follow, the further a forward gets."""
+    return end.why is not None and end.why[0] == COUNTED, len(end.followed)
+
+
+def _reason(why: str, seen: str, other: str, chance: str) -> str:
+    like = f", like {other}" if other else ""
+    return f"{why}{like}: {seen}; {chance}" if why == UNLIKE else f"{why}{like}: {seen}"
 
 
 def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
