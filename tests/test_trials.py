@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -246,6 +248,13 @@ def test_what_a_forward_draws_is_the_same_in_every_run(what: str) -> None:
     hap.prune_(model, x, criterion="magnitude", params=0.6)
     assert len(model.up.weight) < 20 and torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), np.random.get_state()[2])
+
+
+def test_what_draws_at_random_is_exported_without_a_warning(tmp_path: Path) -> None:
+    model, x = Noisy("torch").eval(), torch.randn(3, 8)
+    assert any(f.what == "randn_like" and f.why == "the forward draws at random" for f in hap.trace(model, x).frozen)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        hap.export(tmp_path / "noisy.pt2", model, x)
 
 
 def test_noise_on_units_freezes_them_and_the_reason_says_so() -> None:

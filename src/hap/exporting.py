@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from hap.capturing import start_autograd
 from hap.comparing import difference, outputs
 from hap.errors import HapError
-from hap.examples import call_arguments, evaluating, plain
+from hap.examples import call_arguments, evaluating, plain, seeded
 from hap.files import write_atomic
 from hap.folding import fold_batchnorms
 from hap.returned import returning_what_is_known
@@ -94,7 +94,7 @@ def _own(x: Any) -> Any:
 def _other_outputs(model: nn.Module, captured: Callable[..., Any], example: Any) -> str | None:
     """How far what was captured is from the model, in words, if that is more than rounding."""
     args, kwargs = call_arguments(example)
-    with torch.no_grad():
+    with torch.no_grad(), seeded():
         seen = pytree.tree_leaves(captured(*args, **kwargs))
     return difference(outputs(model, example), seen, tolerance=ROUNDING)
 

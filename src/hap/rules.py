@@ -61,9 +61,15 @@ def apply(tracer: Tracer, node: fx.Node) -> Any:
     if tracer.curved is None and not keeps_linear(tracer, node):
         tracer.curved = short_name(node)
     handler = RULES.get(schema_name(node)) or (pointwise if is_pointwise(node) else None)
-    labels = handler(tracer, node) if handler is not None else freeze_all(tracer, node)
+    labels = handler(tracer, node) if handler is not None else freeze_all(tracer, node, _unknown(node))
     tracer.sources[node] = sources(tracer, node)
     return labels
+
+
+def _unknown(node: fx.Node) -> str:
+    """Why an operator without a rule freezes what it touches."""
+    at_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return "the forward draws at random" if at_random else "no rule for this operator"
 
 
 def sources(tracer: Tracer, node: fx.Node) -> frozenset[fx.Node]:

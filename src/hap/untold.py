@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.comparing import difference, in_float64
-from hap.examples import call_arguments, call_with, copied, evaluating, plain, run
+from hap.examples import call_arguments, call_with, copied, evaluating, plain, run, seeded
 from hap.returned import known
 
 SILENT = 1e-6
@@ -131,6 +131,6 @@ def _idle(model: nn.Module, example: Any, rows: list[Rows], wanted: list[Any]) -
         drawn = torch.randn(some.shape, generator=random).to(some) * tensor.std()
         changed[weight] = tensor.index_copy(dim, place, drawn)
     args, kwargs = copied(call_arguments(example))
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), seeded():
         seen = pytree.tree_leaves(known(call_with(model, changed, args, kwargs)))
     return difference(wanted, seen, tolerance=SAME) is None
