@@ -82,6 +82,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+def test_what_reads_an_input_and_computes_an_output_is_not_mentioned() -> None:
+    """Its inputs go with a depthwise convolution of the image, which is never cut, and its classes stay."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.ReLU(), nn.Conv2d(3, 90, 1))
+    assert hap.trace(model.eval(), torch.randn(1, 3, 8, 8)).untouched.keys() <= {"0.weight", "0.bias"}
+
+
 class Decoder(nn.Module):
     """Nearly all of it is a table of words and a classifier: the residual stream on one side, outputs on the other."""
 

@@ -67,9 +67,9 @@ def apply(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def _unknown(node: fx.Node) -> str:
-    """Why an operator without a rule freezes what it touches."""
-    at_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return "the forward draws at random" if at_random else "no rule for this operator"
+    """Why an operator without a rule freezes what it touches. Recurrent ones draw in training alone."""
+    may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return "the forward draws at random" if may_draw and arguments(node).get("train", True) else NO_RULE
 
 
 def sources(tracer: Tracer, node: fx.Node) -> frozenset[fx.Node]:
@@ -170,7 +170,10 @@ def spread(labels: Ints, ndim: int, dim: int) -> Tensor:
     return torch.from_numpy(labels).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
 
 
-def freeze_all(tracer: Tracer, node: fx.Node, why: str = "no rule for this operator") -> Any:
+NO_RULE = "no rule for this operator"
+
+
+def freeze_all(tracer: Tracer, node: fx.Node, why: str = NO_RULE) -> Any:
     macs, unknown = _counted(node)
     tracer.fixed_macs += macs
     tracer.uncounted |= unknown

@@ -46,12 +46,11 @@ def find_untouched(tracer: Tracer, axes: dict[tuple[str, int], Ints], count: int
     for name in sorted(tracer.trainable & readers.keys() - cut):
         dims = [d for d, size in enumerate(tracer.shapes[name]) if size > 1]
         seen = [(name, d) for d in dims if (name, d) in tracer.axes and tracer.axes[name, d].any()]
-        stays = np.concatenate([none, *(root[tracer.axes[key]] for key in seen)])
-        stays = stays[~expected[stays]]
-        made = any(tracer.roles[key] == "out" for key in seen)
-        if len(known := reason[stays][reason[stays] >= 0]):
-            found[name] = tracer.causes[known.min()][1]
-        elif len(stays) and made:
+        stays = {key: x[~expected[x]] for key in seen if not expected[x := root[tracer.axes[key]]].all()}
+        reasons = reason[np.concatenate([none, *stays.values()])]
+        if (reasons >= 0).any():
+            found[name] = tracer.causes[reasons[reasons >= 0].min()][1]
+        elif any(tracer.roles[key] == "out" for key in stays):
             found[name] = Frozen(name, NEVER_CUT)
         elif dims and not seen and all(tracer.roles.get((name, d), "free") == "free" for d in dims):
             found[name] = _unknown_use(readers[name])
@@ -83,4 +82,4 @@ def _readers(tracer: Tracer) -> dict[str, list[fx.Node]]:
 def _unknown_use(readers: list[fx.Node]) -> Frozen:
     unknown = [n for n in readers if rules.schema_name(n) not in rules.RULES and not rules.is_pointwise(n)]
     node = (unknown or readers)[0]
-    return Frozen(rules.short_name(node), "no rule for this operator" if unknown else NOT_KNOWN)
+    return Frozen(rules.short_name(node), rules.NO_RULE if unknown else NOT_KNOWN)
