@@ -80,6 +80,15 @@ def _readers(tracer: Tracer) -> dict[str, list[fx.Node]]:
 
 
 def _unknown_use(readers: list[fx.Node]) -> Frozen:
+    """The first operator that computes with a weight and has no rule, or else the first."""
+    readers = [_past_moves(node) for node in readers]
     unknown = [n for n in readers if rules.schema_name(n) not in rules.RULES and not rules.is_pointwise(n)]
     node = (unknown or readers)[0]
     return Frozen(rules.short_name(node), rules.NO_RULE if unknown else NOT_KNOWN)
+
+
+def _past_moves(node: fx.Node) -> fx.Node:
+    """The first that reads what this one only moves, such as by a transpose."""
+    while rules.RULES.get(rules.schema_name(node)) is rules.structural and node.users:
+        node = next(iter(node.users))
+    return node
