@@ -231,6 +231,22 @@ def test_a_decoder_in_parts_is_told_of_its_cache() -> None:
         assert "use_cache" not in str(found.value) and not [w for w in told if "use_cache" in str(w.message)]
 
 
+def test_of_many_parts_a_few_are_named() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x if x.sum() > 0 else -x)
+            return x
+
+    words = r"in parts: layers\.0, layers\.1, .*layers\.7 and 12 more; what passes between them is kept"
+    with pytest.warns(UserWarning, match=words), pytest.raises(hap.HapError, match="nothing in this model"):
+        hap.prune_(Many().eval(), torch.randn(2, 4), criterion="l1", params=0.5)
+
+
 class Half(nn.Module):
     """One part can be pruned, the other is a single layer."""
 

@@ -30,6 +30,8 @@ from hap.untouched import nothing_in_words, share_untouched
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
+NAMED = 8
+"""So many parts are named."""
 SINGLE = "a part by itself, and what passes between parts is kept"
 
 
@@ -103,10 +105,11 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
         groups = trace_captured(captured, view, view.example, coupling, ignore, stream)
     if view is None:
         return groups, None
-    names = ", ".join(dict.fromkeys(view.names))
+    names = list(dict.fromkeys(view.names))
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     warnings.warn(
-        f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: {names}; what "
-        f"passes between them is kept{_hint(model, example, view)}",
+        f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: "
+        f"{', '.join(names[:NAMED])}{more}; what passes between them is kept{_hint(model, example, view)}",
         stacklevel=3,
     )
     curved = groups.curved or "what happens between the parts is not known"
