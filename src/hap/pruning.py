@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hap.compensation import compensate_
+from hap.copying import deepcopied
 from hap.errors import CaptureError, HapError
 from hap.examples import call_arguments, describe, run
 from hap.given import check_finite, check_given, outside_inference
@@ -143,7 +143,7 @@ def _nothing(groups: Groups, view: Parts | None) -> str:
 
 def _check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:
     """Prune a copy: each part must do what the plan says, and the whole must still run."""
-    trial = copy.deepcopy(model)
+    trial = deepcopied(model, {})
     apply_(Parts(trial, list(zip(view.names, view.example, strict=True))), chosen, view.example)
     try:
         run(trial, example)
