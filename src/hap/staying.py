@@ -14,6 +14,7 @@ from torch import fx
 from hap import rules
 from hap.groups import Bools, Frozen, Ints, components
 from hap.training_only import ALONE
+from hap.untouched import layer_of
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
@@ -51,7 +52,7 @@ def find_untouched(tracer: Tracer, axes: dict[tuple[str, int], Ints], count: int
         if (reasons >= 0).any():
             found[name] = tracer.causes[reasons[reasons >= 0].min()][1]
         elif any(tracer.roles[key] == "out" for key in stays):
-            found[name] = Frozen(name, NEVER_CUT)
+            found[name] = Frozen(layer_of(name), NEVER_CUT)
         elif dims and not seen and all(tracer.roles.get((name, d), "free") == "free" for d in dims):
             found[name] = _unknown_use(readers[name])
     return found

@@ -41,7 +41,7 @@ from hap.groups import (
 )
 from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
-from hap.staying import ASKED, NEVER_CUT, OUTPUT, STREAM, find_untouched
+from hap.staying import ASKED, OUTPUT, STREAM, find_untouched
 from hap.training_only import ALONE, TrainingOnly, training_only
 from hap.trials import Trial, tried
 from hap.untold import telling_example
@@ -341,18 +341,6 @@ class Tracer:
             elif node.op == "output":
                 self._outputs()
         self.met += attention.read_from_products(self)
-        self._explain()
-
-    def _explain(self) -> None:
-        """Say of layers why they stay if no rule has: what they compute meets what is never cut, such as an input."""
-        none = np.zeros(1, dtype=np.int64)
-        a, b = (np.concatenate([none, *(edge[i] for edge in self.edges)]) for i in range(2))
-        inside = (a != 0) & (b != 0)
-        root = components(self._next, a[inside], b[inside])
-        stays = np.setdiff1d(root[(a + b)[~inside]], root[np.concatenate([none, *(x for x, _ in self.causes)])])
-        for (weight, _), labels in [(k, x) for k, x in self.axes.items() if self.roles[k] == "out"]:
-            if np.isin(root[labels], stays).any():
-                self.frozen.append(Frozen(weight.rpartition(".")[0] or weight, NEVER_CUT))
 
     def include(self, branches: TrainingOnly) -> None:
         """Cut what runs in training alone with what it reads. What it computes for itself stays.
@@ -428,6 +416,7 @@ class Tracer:
         edges = [np.stack([root[narrow], root[wide]], axis=1) for narrow, wide in self.feeds]
         feeds = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *edges]), axis=0)
         shared = next((w for w, n in self._uses.items() if n > 1), None)
+        untouched = find_untouched(self, axes, self._next)
         groups = Groups(
             coupling=self.coupling,
             groups=self._groups(axes, feeds),
@@ -450,8 +439,8 @@ class Tracer:
             spanned=_removable(root, self.spanned),
             met=_removable(root, self.met),
             whole=_removable(root, [x.ravel() for x, dims in self.whole if _several(root[x], dims)]),
-            frozen=tuple(dict.fromkeys(self.frozen)),
-            untouched=find_untouched(self, axes, self._next),
+            frozen=tuple(dict.fromkeys([*self.frozen, *untouched.values()])),
+            untouched=untouched,
             curved=self.curved or (shared and f"{shared} is used twice"),
             example=example,
         )

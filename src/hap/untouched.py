@@ -14,6 +14,11 @@ LONGEST = 160
 """Reasons are cut short, since some hold what a forward raised."""
 
 
+def layer_of(parameter: str) -> str:
+    """The module that a parameter is the weight of, or the parameter itself where the model holds it."""
+    return parameter.partition(".parametrizations.")[0].rpartition(".")[0] or parameter
+
+
 def share_untouched(groups: Groups) -> float:
     """The share of the parameters that no group covers though one could expect it."""
     total = sum(math.prod(groups.shapes[name]) for name in groups.trainable)
@@ -41,7 +46,7 @@ def _layers(groups: Groups, most: int) -> str:
     """The largest of the layers that are not touched, each with a reason that those before it do not have."""
     sizes, reasons = Counter[str](), dict[str, Frozen]()
     for name, frozen in groups.untouched.items():
-        sizes[layer := _layer(name)] += math.prod(groups.shapes[name])
+        sizes[layer := layer_of(name)] += math.prod(groups.shapes[name])
         reasons.setdefault(layer, frozen)
     different: dict[str, str] = {}
     for layer, _ in sizes.most_common():
@@ -54,12 +59,6 @@ def _layers(groups: Groups, most: int) -> str:
 def _listed(said: list[str], count: int, most: int) -> str:
     rest = count - len(said[:most])
     return ", ".join(said[:most]) + (f" and {rest} more layer{'s' * (rest > 1)}" if rest else "")
-
-
-def _layer(parameter: str) -> str:
-    """The module that a parameter is the weight of, or the parameter itself where the model holds it."""
-    module, parametrized, _ = parameter.partition(".parametrizations.")
-    return module if parametrized else parameter.rpartition(".")[0] or parameter
 
 
 def _short(why: str) -> str:
