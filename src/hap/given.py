@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
@@ -30,6 +31,8 @@ def check_given(model: nn.Module, example: Any) -> None:
             f"model is a {type(model).__name__} of TorchScript, whose code is fixed; prune the module that it was made "
             "from, and script or export that"
         )
+    if name := _first(named_tensors(model).items(), is_lazy):
+        raise HapError(f"{name} has no shape yet, as of a lazy module; run the model once on the example")
     tensors = [x for x in pytree.tree_leaves(call_arguments(example)) if isinstance(x, Tensor)]
     own, inputs = named_tensors(model).items(), [("an input of the example", x) for x in tensors]
     if name := _first([*own, *inputs], lambda x: x.is_meta):
