@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -1345,6 +1346,33 @@ def experts() -> Any:
 
     a, b, mix = (nn.Parameter(torch.randn(*shape)) for shape in ((3, 7, 8), (3, 8, 6), (3, 2)))
     return Net(run, up=nn.Linear(5, 7), a=a, b=b, mix=mix, head=nn.Linear(12, 4)), images(4, 5)
+
+
+@case
+def weights_in_odd_places() -> Any:
+    """A weight times a mask before a product, one stretched over several, one whose inputs are summed before."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(m.a(x) @ (m.w * m.mask))
+        z = (
+            torch.einsum("bi,io->bo", m.b(y), m.one)
+            + torch.matmul(y.unsqueeze(0), m.several.transpose(1, 2)).sum((0, 2))[:, None]
+        )
+        return m.head(z) + torch.einsum("bni,io->bo", m.c(x).view(-1, 2, 3), m.last)
+
+    w, one, several, last = (nn.Parameter(torch.randn(*s)) for s in ((7, 8), (1, 6), (3, 4, 8), (3, 4)))
+    mask = (torch.rand(7, 8) > 0.5).double()
+    return Net(run, a=nn.Linear(5, 7), w=w, mask=mask, b=nn.Linear(8, 5), one=one, several=several, c=nn.Linear(5, 6),
+               last=last, head=nn.Linear(6, 4)), images(4, 5)  # fmt: skip
+
+
+@case
+def masked_and_grouped() -> Any:
+    """A hook computes the weight of a convolution with as many groups as channels, and of one that goes up."""
+    made = nn.utils.prune.l1_unstructured(conv(6, 6, groups=6), "weight", 0.3)
+    up = nn.ConvTranspose2d(6, 5, 2, 2)
+    nn.utils.parametrize.register_parametrization(up, "weight", Masked(up.weight))
+    return net_chain(conv(3, 6), made, nn.ReLU(), up, nn.ReLU(), width=5), images()
 
 
 @case

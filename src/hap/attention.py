@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 from hap import rules, weights
 from hap.contractions import spelled, weighted
 from hap.groups import Ints, Product
-from hap.operators import UNCHANGED
+from hap.operators import PRODUCTS, UNCHANGED
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
@@ -150,7 +150,7 @@ def _by_letters(tracer: Tracer, node: fx.Node, operands: Sequence[fx.Node], name
     return _contracted(tracer, name, tuple(whole[c] for c in [*result, *inner]), sides, len(inner), batch)
 
 
-@rules.rule("matmul", "bmm", "mm")
+@rules.rule(*PRODUCTS)
 def matmul(tracer: Tracer, node: fx.Node) -> Any:
     a, b = node.args[:2]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)

@@ -35,7 +35,11 @@ def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, t
 
     Of those that it reads, and of those that it computes, one can be cut: the first.
     """
-    sizes = dict(zip(axes, rules.shape_of(x), strict=True)) | {c: len(i) for c, i in zip(term, view.index, strict=True)}
+    own = {c: len(index) for c, index in zip(term, view.index, strict=True)}
+    sizes = dict(zip(axes, rules.shape_of(x), strict=True)) | own
+    if any(own.get(c, size) != size for c, size in zip(axes, rules.shape_of(x), strict=True)):
+        return rules.freeze_all(tracer, node, "stretches an axis of length one")
+    steps = {c: size for c, size in sizes.items() if c in term + result}  # an axis of x alone is summed over first
     cut = [c for c, size in zip(axes, tracer.labels(x).shape, strict=True) if size > 1]
     inputs = {c: np.zeros(size, dtype=np.int64) for c, size in sizes.items()}
     passing, made = [c for c in cut if c in result], [c for c in result if c not in axes]
@@ -43,11 +47,11 @@ def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, t
         return rules.freeze_all(tracer, node, "an equation that is not understood")
     if passing:
         inputs[passing[0]] = _passed(tracer, x, [axes.index(c) for c in cut if c not in passing])
-        tracer.products.append(Product(inputs[passing[0]], math.prod(sizes.values()) // sizes[passing[0]]))
+        tracer.products.append(Product(inputs[passing[0]], math.prod(steps.values()) // sizes[passing[0]]))
     else:
         if cut:
             inputs[cut[0]] = rules.along(tracer, x, axes.index(cut[0]))
-        tracer.contraction(node, view, math.prod(sizes[c] for c in axes if c not in term))
+        tracer.contraction(node, view, math.prod(size for c, size in steps.items() if c not in term))
     for c in (c for c in term if c in axes):
         weights.tie_inputs(tracer, view, term.index(c), inputs[c])
     outputs = {c: weights.outputs(tracer, view, term.index(c)) for c in made[:1]}

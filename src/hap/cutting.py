@@ -69,6 +69,11 @@ def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[st
     """The module that a tensor belongs to and its name there, also where that is computed from it."""
     owner, _, leaf = name.rpartition(".")
     layer, found, parametrized = owner.rpartition("parametrizations.")
+    for ending in ("_orig", "_v"):  # torch.nn.utils.prune and weight_norm compute from it what the module holds
+        made = leaf.removesuffix(ending)
+        if made != leaf and isinstance(vars(modules[owner]).get(made), Tensor):
+            setattr(modules[owner], made, tensor.detach())  # of the right shape, until the next forward
+            return owner, made
     own = found and "." not in parametrized  # and not of one of the modules that compute it
     if own and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
         return layer.rstrip("."), parametrized

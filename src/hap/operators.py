@@ -63,6 +63,7 @@ SOFTMAXES = _names("cumsum log_softmax softmax _softmax")
 
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+PRODUCTS = frozenset({"bmm", "matmul", "mm"})
 SUMS = _names("add sub")
 
 PIECEWISE_LINEAR = (

@@ -640,5 +640,7 @@ class Tracer:
         for g, (key, classes) in enumerate(homes):
             module = key[0].rpartition(".")[0]
             name = module if module and modules[module] == 1 else key[0]  # a module with several weights names them
+            if name in groups:
+                raise HapError(f"{key[0]} is taken to compute units along two of its axes, which is an error of HAP")
             groups[name] = Group(name, classes, tuple(producers[g]), tuple(consumers[g]))
         return groups

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from hap import rules
 from hap.groups import Ints
-from hap.operators import CONVOLUTIONS, MOVING, TRANSPOSED, UNCHANGED
+from hap.operators import CONVOLUTIONS, MOVING, PRODUCTS, TRANSPOSED, UNCHANGED
 
 if TYPE_CHECKING:
     from hap.tracing import Tracer
@@ -95,15 +95,23 @@ def find_views(tracer: Tracer, graph: fx.Graph) -> dict[fx.Node, Any]:
             views[node] = _moved(tracer, node, views)
             layers = [user for user in node.users if user not in weighing]
             if layers and not isinstance(views[node], View):
-                views[node] = _computed(tracer, node)
+                views[node] = _computed(tracer, node, layers)
             if layers and not _usable(views[node], layers):
                 _forget(views, node)
     return views
 
 
 def _usable(view: View | None, layers: list[fx.Node]) -> bool:
-    """Convolutions take their weights as they are stored, or computed element by element."""
-    return view is not None and (view.whole or not any(rules.ends_branch(layer) for layer in layers))
+    """Convolutions take their weights as they are stored, or computed element by element.
+
+    Products take one weight, or one for each of several, none of which is stretched over others.
+    """
+    if view is None:
+        return False
+    several = [len(index) for index in view.index][:-2]
+    read = [layer.args[0] for layer in layers if several and rules.short_name(layer) in PRODUCTS]
+    alike = all(list(rules.shape_of(x)[:-2]) == several for x in read)  # type: ignore[arg-type]
+    return alike and (view.whole or not any(rules.ends_branch(layer) for layer in layers))
 
 
 def _forget(views: dict[fx.Node, Any], node: fx.Node) -> None:
@@ -116,7 +124,7 @@ def _forget(views: dict[fx.Node, Any], node: fx.Node) -> None:
 
 def _is_weight(layer: fx.Node, node: fx.Node) -> bool:
     """Whether the layer uses the node as its weight, and as nothing else."""
-    place = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2} | dict.fromkeys(CONVOLUTIONS | TRANSPOSED, 1)
+    place = {"linear": 1, "addmm": 2} | dict.fromkeys(CONVOLUTIONS | TRANSPOSED | PRODUCTS, 1)
     at = place.get(rules.short_name(layer)) if layer.op == "call_function" else None
     return at is not None and [i for i, a in enumerate(layer.args) if a is node] == [at]
 
@@ -157,14 +165,17 @@ def _read(view: View, places: Iterable[Tensor]) -> View | None:
     return View(view.name, view.shape, tuple(dim for dim, _ in axes), tuple(index for _, index in axes))
 
 
-def _computed(tracer: Tracer, node: fx.Node) -> View | None:
+def _computed(tracer: Tracer, node: fx.Node, layers: list[fx.Node]) -> View | None:
     """A weight computed from one parameter of its shape, row by row, and from vectors with a value for each row.
 
-    Or element by element, with buffers of its shape too, such as a mask.
+    Or element by element, with buffers of its shape too, such as a mask. Rows are outputs of the layers, which have
+    them along the same axis.
     """
     value, roots, seen, single = node.meta.get("val"), set(), [node], True
-    if not isinstance(value, Tensor):
+    turned = {rules.short_name(layer) in PRODUCTS | TRANSPOSED | {"addmm"} for layer in layers}
+    if not isinstance(value, Tensor) or len(turned) > 1 or (turned == {True} and not all(map(_is_simple, layers))):
         return None
+    out = int(turned.pop())
     while seen:
         made = seen.pop()
         single = single and rules.is_pointwise(made)
@@ -179,15 +190,22 @@ def _computed(tracer: Tracer, node: fx.Node) -> View | None:
     vectors = [n for n in roots if n not in alike]
     long = {n: [d for d, size in enumerate(tracer.shapes[n]) if size > 1] for n in vectors}
     if len(alike) - len(masks) != 1 or any(
-        len(d) > 1 or [tracer.shapes[n][i] for i in d] not in ([], [shape[0]]) for n, d in long.items()
+        len(d) > 1 or [tracer.shapes[n][i] for i in d] not in ([], [shape[out]]) for n, d in long.items()
     ):
         return None
     (weight,) = (n for n in alike if n not in masks)
-    rows = tracer.axis(weight, 0, "out")
+    rows = tracer.axis(weight, out, "out")
     for name in masks:
-        tracer.tie(name, 0, rows, "free")
-        tracer.tie(name, 1, tracer.axis(weight, 1, "in"), "free")
+        tracer.tie(name, out, rows, "free")
+        tracer.tie(name, 1 - out, tracer.axis(weight, 1 - out, "in"), "free")
     for name in vectors:
         for d in long[name]:
             tracer.tie(name, d, rows, "free")
     return View.of(weight, shape, spans=not single)
+
+
+def _is_simple(layer: fx.Node) -> bool:
+    """Whether a product is one of matrices, and a transposed convolution has no groups."""
+    if rules.short_name(layer) in TRANSPOSED:
+        return int(rules.arguments(layer)["groups"]) == 1
+    return len(rules.shape_of(layer.args[2 if rules.short_name(layer) == "addmm" else 1])) == 2  # type: ignore[arg-type]
