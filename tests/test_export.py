@@ -364,6 +364,29 @@ def test_attention_that_takes_no_copy(dynamic: bool, tmp_path: Path) -> None:
     assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
 
 
+class WritingThroughAView(nn.Module):
+    """Adds positions to the tokens of a feature map in place, which the map is to show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(8, 4, 1)
+        self.positions = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        tokens = h.permute(0, 2, 3, 1).flatten(1, 2)
+        tokens += self.positions
+        return self.head(h)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_what_is_written_through_a_turned_view_is_in_the_file(dynamic: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = WritingThroughAView().eval(), torch.randn(2, 3, 8, 8)
+    path = hap.export(tmp_path / "a.onnx", model, example, dynamic_batch=dynamic)
+    assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any

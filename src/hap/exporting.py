@@ -38,11 +38,14 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     BatchNorms are folded into what is before them. Shapes are those of the example, but for the first axis of its
     tensors, the batch: that may have any length, unless `dynamic_batch` is False. So may `dynamic_axes`, such as (1,)
     for the tokens of a text or (2, 3) for the sides of an image, wherever a tensor is as long there as the first that
-    has such an axis. What was captured is run on examples of other lengths too, and refused if it differs there.
+    has such an axis.
+    What is checked is what torch.export captured, not the file: it is run on the example, with a warning if it does not
+    compute there what the model does, since code may go another way while it is captured, and on examples of other
+    lengths, and refused if it differs there. How torch.onnx converts it is not checked: run an ONNX file once where it
+    is to be used, and compare.
     torch.export may have captured some lengths only, where the model goes another way with others: a .pt2 file refuses
     those, and a warning names them; ONNX has no means to, so that is an error.
-    A warning says if it does not compute on the example what the model does: code may go another way while it is
-    captured. Named tuples that it returns are plain ones in the file. ONNX holds tensors alone: other values, but for
+    Named tuples that the model returns are plain ones in the file. ONNX holds tensors alone: other values, but for
     None, are refused.
     """
     path = Path(path)
@@ -275,8 +278,8 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
             "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
         ) from error
     _refuse(program, (bool, int, float, str), "ONNX has outputs for tensors alone; return those, or write a .pt2 file")
-    if table := {n.target: _IN_OTHER_WORDS[n.target] for n in program.graph.nodes if _is_unknown(n)}:
-        program = program.run_decompositions(table)
+    table = {n.target: _IN_OTHER_WORDS[n.target] for n in program.graph.nodes if _is_unknown(n)}
+    program = program.run_decompositions(table)  # without any, too: nothing is written in place then
     _copy_what_is_turned(program)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -298,8 +301,9 @@ def _refuse(program: ExportedProgram, kinds: tuple[type, ...], why: str) -> None
 
 
 def _copy_what_is_turned(program: ExportedProgram) -> None:
-    """Put a copy, in place, wherever a tensor is turned and then reshaped.
+    """Put a copy, in this program, wherever a tensor is turned and then reshaped.
 
+    It must write nothing in place: what is written to a copy, what was turned would not show.
     Attention may leave its result so in memory that this takes none, and none is captured. Once torch.onnx has put
     attention in other words it does. ONNX knows nothing of memory, so that a copy costs nothing there.
     """
