@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import hap
@@ -309,3 +310,20 @@ def test_what_was_written_out_for_evaluation_is_written_anew() -> None:
     assert [len(groups[n]) for n in heads] == [4]
     hap.apply_(model, hap.draft(groups, {heads[0]: [0, 2]}), example)
     assert not any(m.training for m in model.modules()) and model(example).shape == (2, 5, 3)
+
+
+def test_integers_follow_weights_that_a_hook_computes() -> None:
+    each = nn.utils.prune.l1_unstructured(nn.Conv2d(6, 6, 3, groups=6), "weight", 0.3)
+    model, example = (
+        nn.Sequential(nn.Conv2d(3, 6, 3), each, nn.ReLU(), nn.Conv2d(6, 4, 3)).eval(),
+        torch.randn(2, 3, 9, 9),
+    )
+    groups = hap.trace(model, example)
+    keep = [0, 2, 3]
+    with torch.no_grad():
+        kept = model[2](each(model[0](example)))[:, keep]
+        wanted = nn.functional.conv2d(kept, model[3].weight[:, keep], model[3].bias)
+    hap.apply_(model, hap.draft(groups, {"1": [1, 4, 5]}), example)
+    assert (each.groups, each.in_channels, each.out_channels, model[0].out_channels) == (3, 3, 3, 3)
+    assert each.weight.shape == each.weight_orig.shape == each.weight_mask.shape == (3, 1, 3, 3)
+    torch.testing.assert_close(model(example), wanted)

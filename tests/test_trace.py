@@ -219,7 +219,14 @@ def test_ignore_one_branch_of_a_stream(ignored: str) -> None:
 
 
 # Frozen by the model's own input or output, which needs no word more; or units of a weight with another name.
-KNOWN = ("weight_normalised", "masked_weights", "residual_on_input", "depthwise_of_input_on_sum", "outputs_in_dict")
+KNOWN = (
+    "weight_normalised",
+    "masked_weights",
+    "masked_on_the_way_up",
+    "residual_on_input",
+    "depthwise_of_input_on_sum",
+    "outputs_in_dict",
+)
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"tied_parameters", "tied_on_two_sums", "module_with_two_names"}))
@@ -425,7 +432,7 @@ def test_what_trials_made_goes_without_the_garbage_collector():
     [("einsum_layers", {"a": 7, "b": 6, "c": 8}), ("attention_by_einsum", {"q": 3, "out": 6}),
      ("experts", {"up": 7, "a": 8, "b": 6}), ("gated_linear_units", {"a.0": 6, "b": 5}),
      ("picked_places", {"a.0": 7, "b": 6}), ("masked_weights", {"0.parametrizations.weight": 8,
-     "2.parametrizations.weight": 6}), ("masked_and_grouped", {"1": 6, "3.parametrizations.weight": 5}),
+     "2.parametrizations.weight": 6}), ("masked_on_the_way_up", {"0": 6, "2.parametrizations.weight": 5}),
      ("weights_in_odd_places", {"a": 7})],
 )  # fmt: skip
 def test_what_a_forward_multiplies_or_picks_by_itself_has_units(name: str, units: dict[str, int]) -> None:
