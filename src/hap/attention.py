@@ -127,10 +127,11 @@ def tensordot(tracer: Tracer, node: fx.Node) -> Any:
 
 def _by_letters(tracer: Tracer, node: fx.Node, operands: Sequence[fx.Node], names: list[str], result: str) -> Any:
     """A product of two over all names of axes, summed over those that go. One may be the weight of a layer."""
-    views = [weights.view_of(tracer, x) for x in operands]
-    for (x, view), (axes, term) in zip(zip(operands, views[::-1], strict=True), (names, names[::-1]), strict=True):
-        if view is not None and weights.view_of(tracer, x) is None:
-            return weighted(tracer, node, x, axes, view, term, result)
+    (a, b), (first, second) = (weights.view_of(tracer, x) for x in operands), names
+    if a is None and b is not None:
+        return weighted(tracer, node, operands[0], first, b, second, result)
+    if a is not None and b is None:
+        return weighted(tracer, node, operands[1], second, a, first, result)
     inner = [letter for letter in dict.fromkeys("".join(names)) if letter not in result]
     _meet(tracer, node, *operands)
     sides: list[tuple[Tensor, Shape]] = []
