@@ -1,5 +1,8 @@
 """Branches that run in training alone are cut with what they read, or what they read stays."""
 
+import warnings
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +10,7 @@ from torch.nn import functional
 
 import hap
 from hap.groups import Groups
+from hap.training_only import _misfits
 
 LOSS = functional.cross_entropy
 
@@ -135,6 +139,62 @@ def test_parameters_that_nothing_reads_are_left_alone() -> None:
     hap.prune_(model, x, criterion="magnitude", channels=0.5)
     assert model.aux[0].weight.shape[1] == 20
     model.train()(x)
+
+
+class Labelled(Auxiliary):
+    """Returns a loss in training, and so wants labels there."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        h = self.norm(torch.cat([self.left(x), self.right(x)], 1)).relu()
+        y = self.head(self.body(h).relu().mean((2, 3)))
+        return LOSS(y, labels) + LOSS(self.auxiliary(h), labels) if self.training else y
+
+
+def test_a_model_that_does_not_train_on_the_example_is_warned_of() -> None:
+    x, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    words = r"^aux does not run in evaluation.* train on the example \(TypeError: [^\n]*\); give one that it trains on"
+    with pytest.warns(UserWarning, match=words) as found:
+        hap.trace(Labelled().eval(), x)
+    assert [w.filename for w in found] == [__file__] and "\n" not in str(found[0].message)
+    model = Labelled().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        hap.prune_(model, (x, labels), criterion="magnitude", channels=0.5)
+        hap.trace(Unused().eval(), x)
+    assert model.aux[0].weight.shape[1] < 20
+    model.train()(x, labels).backward()
+
+
+def test_a_model_of_which_there_is_no_copy() -> None:
+    class Single(Unused):
+        def __deepcopy__(self, memo: object) -> "Single":
+            return self
+
+    groups = hap.trace(Single().eval(), torch.randn(2, 3, 8, 8))
+    assert not groups and "no copy of the model can be tried" in reasons(groups)["left"]
+
+
+@pytest.mark.parametrize("bad", [{3}, {0, 1, 2, 3}, {2, 3}, {0, 5}, set(range(8)), set()])
+def test_no_question_is_asked_twice(bad: set[int]) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def problem(names: Sequence[str]) -> str | None:
+        asked.append(tuple(names))
+        return "no" if bad & set(map(int, names)) else None
+
+    assert set(_misfits([str(n) for n in range(8)], problem)) == set(map(str, bad))
+    assert () not in asked and len(set(asked)) == len(asked)
+
+
+def test_what_goes_alone_but_not_together_stays() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def problem(names: Sequence[str]) -> str | None:
+        asked.append(tuple(names))
+        return "no" if {"1", "2"} <= set(names) else None
+
+    assert set(_misfits(list("0123"), problem)) == set("0123")
+    assert asked == [tuple("0123"), tuple("01"), tuple("23")]
 
 
 def test_a_model_all_of_which_is_read_does_not_run_in_training() -> None:

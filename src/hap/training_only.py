@@ -7,6 +7,7 @@ captured too, so that the branch is cut with what it reads, and a pruned copy is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -32,7 +33,7 @@ READ = "the model does not run in training without some of it"
 
 
 class TrainingOnly:
-    """What a model runs in training and not in evaluation, on an example. `branches` are the modules, by name."""
+    """What a model runs in training and not in evaluation, on an example. `parameters` are those that it reads."""
 
     def __init__(self, model: nn.Module, example: Any, parameters: Set[str], shapes: list[tuple[int, ...]]):
         self.model, self.example, self.parameters, self.shapes = model, example, parameters, shapes
@@ -49,12 +50,7 @@ class TrainingOnly:
 
     def branch(self, parameter: str) -> str:
         """The outermost module of which nothing runs in evaluation, or else the parameter itself."""
-        parts = parameter.split(".")
-        outer = (".".join(parts[:n]) for n in range(1, len(parts)))
-        return next((name for name in outer if self._is_alone(name)), parameter)
-
-    def _is_alone(self, module: str) -> bool:
-        return all(f"{module}.{n}" in self.parameters for n, _ in self.model.get_submodule(module).named_parameters())
+        return _branch(self.model, self.parameters, parameter)
 
     def misfits(self, groups: Groups) -> dict[str, str]:
         """The groups that cannot lose units because the model would not run in training then, and why."""
@@ -76,17 +72,38 @@ class TrainingOnly:
 def training_only(model: nn.Module, example: Any, unread: Set[str]) -> TrainingOnly | None:
     """What the model runs in training that reads these parameters; None, if nothing does, or it does not run so.
 
-    Of a view of parts, what is in no part never runs.
+    It does run in evaluation, and so a warning says if it does not in training: then there may be something. Of a view
+    of parts, what is in no part never runs.
     """
     if isinstance(model, Parts):
         unread = frozenset(n for n in unread if n.startswith(tuple(f"{part}." for part in model.names)))
     if not unread:
         return None
     try:
-        shapes, read = _run_in_training(_copy(model, {}), example)
-    except Exception:  # it may want labels, or whatever else the example lacks
+        copy = _copy(model, {})
+    except Exception:  # where no copy can be made no group goes, and that is said there
+        return None
+    try:
+        shapes, read = _run_in_training(copy, example)
+    except Exception as error:  # it may want labels, or whatever else the example lacks
+        first = next(name for name, _ in model.named_parameters() if name in unread)
+        warnings.warn(
+            f"{_branch(model, unread, first)} does not run in evaluation but may in training, and is not cut with what "
+            f"it reads there: the model does not train on the example ({in_a_line(error)}); give one that it trains "
+            "on, such as with labels",
+            stacklevel=6,
+        )
         return None
     return TrainingOnly(model, example, read & unread, shapes) if read & unread else None
+
+
+def _branch(model: nn.Module, parameters: Set[str], parameter: str) -> str:
+    """The outermost module around a parameter that has no others than these, or else the parameter itself."""
+    parts = parameter.split(".")
+    for module in (".".join(parts[:n]) for n in range(1, len(parts))):
+        if all(f"{module}.{name}" in parameters for name, _ in model.get_submodule(module).named_parameters()):
+            return module
+    return parameter
 
 
 def _copy(model: nn.Module, shorter: Mapping[str, Tensor]) -> nn.Module:
@@ -131,7 +148,9 @@ def _misfits(names: list[str], problem: Callable[[Sequence[str]], str | None]) -
         return {}
     if len(names) == 1:
         return {names[0]: f"{READ}: {why}"}
-    half = len(names) // 2
-    found = _misfits(names[:half], problem) | _misfits(names[half:], problem)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    found = _misfits(halves[0], problem) | _misfits(halves[1], problem)
     rest = [n for n in names if n not in found]
-    return found if problem(rest) is None else dict.fromkeys(names, f"{READ}: {why}")
+    if rest in ([], *halves) or (found and problem(rest) is None):  # a half that is left whole was asked about already
+        return found
+    return dict.fromkeys(names, f"{READ}: {why}")
