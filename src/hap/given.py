@@ -31,10 +31,11 @@ def check_given(model: nn.Module, example: Any) -> None:
             f"model is a {type(model).__name__} of TorchScript, whose code is fixed; prune the module that it was made "
             "from, and script or export that"
         )
-    if name := _first(named_tensors(model).items(), is_lazy):
+    own = named_tensors(model).items()
+    if name := _first(own, is_lazy):
         raise HapError(f"{name} has no shape yet, as of a lazy module; run the model once on the example")
     tensors = [x for x in pytree.tree_leaves(call_arguments(example)) if isinstance(x, Tensor)]
-    own, inputs = named_tensors(model).items(), [("an input of the example", x) for x in tensors]
+    inputs = [("an input of the example", x) for x in tensors]
     if name := _first([*own, *inputs], lambda x: x.is_meta):
         raise HapError(
             f"{name} is on the meta device, which holds no values; expected a model with its weights and an example "
