@@ -31,11 +31,15 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Noted:
-    """What a submodule was called with, and the names of the modules that were running then, outer ones first."""
+    """What a submodule was called with, and the names of the modules that were running then, outer ones first.
+
+    `chosen`: the model had chosen by value before, so what this is called with may depend on that.
+    """
 
     name: str
     running: tuple[str, ...]
     call: Call
+    chosen: bool
 
     def within(self, names: Container[str]) -> bool:
         """Whether one of these was running of which the submodule is a part: what it returned then stays inside."""
@@ -121,7 +125,7 @@ def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
     """
     if not may_choose(model):
         return None
-    calls, choosing = _calls(model, example)
+    calls, choosing = _coarse_calls(model, example) or _calls(model, example)
     return _view(model, calls, choosing) if WHOLE in choosing else None
 
 
@@ -276,6 +280,36 @@ def _calls(model: nn.Module, example: Any, passing: Passing | None = None) -> tu
     return calls, choices.choosing
 
 
+def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
+    """The same from a coarse run, which takes a fraction of the time; None where it does not run, or where modules are
+    called after a choice: how many boxes they get is up to the true values."""
+    try:
+        with Coarse():
+            calls, choosing = _calls(model, example)
+    except HapError:
+        return None
+    return None if any(noted.chosen for noted in calls) else (calls, choosing)
+
+
+class Coarse(TorchDispatchMode):
+    """Inside, convolutions of images look at some of the pixels, and the others get what their neighbours do: results
+    have their true shapes and values of their kind."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = func is torch.ops.aten.convolution.default and args[0].ndim == 4 and not args[6]
+        step = max(1, min(min(args[0].shape[2:]) // FEWEST_PIXELS, 4)) if plain else 1
+        if step == 1:
+            return func(*args, **(kwargs or {}))
+        x, weight, _, *rest = args
+        sizes = zip(x.shape[2:], weight.shape[2:], *rest[:3], strict=True)
+        sides = [(side + 2 * pad - reach * (kernel - 1) - 1) // stride + 1 for side, kernel, stride, pad, reach in sizes]
+        return torch.ops.aten.upsample_nearest2d(func(x[..., ::step, ::step], *args[1:]), sides)
+
+
+FEWEST_PIXELS = 16
+"""A coarse run looks at no fewer pixels a side, where there are as many."""
+
+
 class Passing:
     """Inside, blocks that are equal to one that has run pass on what they are given, if that one returned its like.
 
@@ -344,7 +378,7 @@ def _recording(model: nn.Module, calls: list[Noted], choices: _Choices) -> Itera
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name != WHOLE:
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-                calls.append(Noted(name, tuple(choices.running), given))
+                calls.append(Noted(name, tuple(choices.running), given, bool(choices.choosing)))
             choices.running.append(name)
             choices.attend()
 
