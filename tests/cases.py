@@ -1410,3 +1410,21 @@ def masked_weights() -> Any:
     nn.utils.parametrize.register_parametrization(a, "weight", Masked(a.weight))
     nn.utils.parametrize.register_parametrization(b, "weight", Masked(b.weight))
     return net_chain(a, nn.ReLU(), b, nn.ReLU(), width=6), images()
+
+
+@case
+def recurrent_layers() -> Any:
+    """Steps of a signal through layers of both directions, then from the state that these end in."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y, last = m.both(m.a(x).relu().transpose(1, 2))
+        z, _ = m.steps(
+            m.b(y).tanh(), (m.start(torch.cat([last[0], last[3]], 1))[None], x.new_zeros(1, len(x), m.cells))
+        )
+        return m.head(z[:, -1])
+
+    net = Net(run, a=nn.Conv1d(3, 6, 3, padding=1), both=nn.GRU(6, 5, 2, batch_first=True, bidirectional=True),
+              b=nn.Linear(10, 7), start=nn.Linear(10, 8), steps=nn.LSTM(7, 8, batch_first=True),
+              head=nn.Linear(8, 4))  # fmt: skip
+    net.cells = 8
+    return net, images(3, 3, 6)

@@ -213,6 +213,11 @@ def check_attributes(model: nn.Module, example: Any) -> None:
         elif isinstance(module, nn.Linear):
             assert tuple(module.weight.shape) == (module.out_features, module.in_features), name
             assert module.bias is None or len(module.bias) == module.out_features, name
+        elif isinstance(module, nn.RNNBase):
+            flat = zip(module._flat_weights_names, module._flat_weights, strict=True)
+            assert all(weight is getattr(module, own) for own, weight in flat), name
+            assert module.weight_ih_l0.shape[1] == module.input_size, name
+            assert module.weight_hh_l0.shape[1] == module.hidden_size, name
         elif isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm | nn.PReLU):
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             size = _norm_size(module)

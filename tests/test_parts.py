@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.parts import captured_parts, captures, may_choose, parts, view_where_it_chooses
+from hap.parts import Noted, _calls, _coarse_calls, captured_parts, captures, may_choose, parts, view_where_it_chooses
 
 
 class Detector(nn.Module):
@@ -129,6 +129,43 @@ def test_a_model_whose_code_names_a_choice_is_run_and_not_captured_in_vain(monke
         plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
     count = hap.cost(model, example)
     assert (count.params, count.macs) == (plan.after.params, plan.after.macs)
+
+
+class TwoStages(nn.Module):
+    """Finds places, and looks at them once more where asked to."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.maps = nn.Sequential(nn.Conv2d(3, 8, 5, 2, 1, 2), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2, bias=False))
+        self.again, self.second = again, nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.maps(x).flatten(2)[0].T
+        found = rows[rows[:, 0].argsort(descending=True)[: len((rows[:, 0] > 0).nonzero())]]
+        out: Tensor = self.second(found) if self.again else found
+        return out
+
+
+def test_a_coarse_run_finds_the_calls_that_a_true_one_does() -> None:
+    model, x = TwoStages(False).eval(), torch.randn(1, 3, 90, 141)
+    (coarse, choosing), (true, truly) = _coarse_calls(model, x) or ([], set()), _calls(model, x)
+
+    def shapes(calls: list[Noted]) -> list[tuple[str, torch.Size]]:
+        return [(noted.name, noted.call[0][0].shape) for noted in calls]
+
+    assert shapes(coarse) == shapes(true) and len(true) == 3 and choosing == truly == {""}
+    assert not torch.equal(coarse[-1].call[0][0], true[-1].call[0][0])
+    small = torch.randn(1, 3, 31, 40)
+    exact = _coarse_calls(model, small)
+    assert exact is not None and torch.equal(exact[0][-1].call[0][0], _calls(model, small)[0][-1].call[0][0])
+
+
+def test_what_is_called_after_a_choice_needs_a_true_run() -> None:
+    model, x = TwoStages(True).eval(), torch.randn(1, 3, 90, 141)
+    assert _coarse_calls(model, x) is None
+    view = view_where_it_chooses(model, x)
+    assert view is not None and view.names == ["maps", "second"]
+    assert torch.equal(view.example[1][0][0], _calls(model, x)[0][-1].call[0][0])
 
 
 def test_parts_that_fail_are_left_out_without_trying_each(monkeypatch: pytest.MonkeyPatch) -> None:

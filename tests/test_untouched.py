@@ -17,7 +17,7 @@ from hap.untouched import share_untouched, untouched_in_words
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.recurrent = nn.Conv1d(4, 8, 3, padding=1), nn.GRU(8, 24, batch_first=True)
+        self.first, self.recurrent = nn.Conv1d(4, 8, 3, padding=1), nn.LSTM(8, 32, proj_size=24, batch_first=True)
         self.wide, self.last = nn.Linear(24, 32), nn.Linear(32, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def recurrent() -> tuple[nn.Module, Tensor]:
     return Recurrent().eval(), torch.randn(2, 4, 6)
 
 
-SAID = r"^\d\d% of the parameters could not be touched: recurrent \(gru: no rule for this operator\) and 1 more layer"
+SAID = r"^\d\d% of the parameters could not be touched: recurrent \(lstm: projects its states \(proj_size\)\) and 1 more layer"
 
 
 def said_by(model: nn.Module, example: Any, **options: Any) -> tuple[hap.Plan, list[str]]:
@@ -61,7 +61,7 @@ def test_a_smaller_share_is_said_by_the_plan_alone(recurrent: tuple[nn.Module, T
     model = Recurrent()
     model.wide, model.last = nn.Linear(24, 512), nn.Linear(512, 3)
     plan, said = said_by(model.eval(), example, params=0.9)
-    assert not said and "could not be touched: recurrent (gru" in str(plan)
+    assert not said and "could not be touched: recurrent (lstm" in str(plan)
 
 
 def test_what_is_left_alone_as_asked_is_not_mentioned() -> None:
@@ -158,7 +158,7 @@ def test_reasons_are_for_layers_that_hold_parameters() -> None:
 class Untouchable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.recurrent, self.last = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.recurrent, self.last = nn.LSTM(4, 12, proj_size=8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.recurrent(x)[0])
@@ -167,7 +167,7 @@ class Untouchable(nn.Module):
 
 def test_where_nothing_can_be_removed_the_error_has_the_reason() -> None:
     model, example = Untouchable().eval(), torch.randn(2, 5, 4)
-    reason = r"nothing in this model can be removed: recurrent \(gru: no rule for this operator\); print\("
+    reason = r"nothing in this model can be removed: recurrent \(lstm: projects its states \(proj_size\)\); print\("
     with pytest.raises(hap.HapError, match=rf"{reason}hap\.trace\(model, example\)\) has all reasons"):
         hap.prune_(model, example, criterion="magnitude", params=0.5)
     groups = hap.trace(model, example)

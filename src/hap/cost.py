@@ -21,7 +21,7 @@ from hap.implants import ChannelImplant, Implant
 @dataclass(frozen=True)
 class Cost:
     """`params`: trainable and frozen parameters; `macs`: multiply-adds on the example; `channels`: units left;
-    `activations`: values that convolutions and linear layers write (0 in plans of old files)."""
+    `activations`: values that convolutions, linear and recurrent layers write (0 in plans of old files)."""
 
     params: int
     macs: int

@@ -14,6 +14,7 @@ from hap.examples import letting_go, named_tensors
 from hap.fewer_heads import FewerHeads
 from hap.implants import ImplantModule
 from hap.plans import Cut, Plan
+from hap.recurrent import follow_weights_
 
 
 def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
@@ -33,6 +34,9 @@ def operate_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], s
             for name, tensor in shorter.items():
                 _replace_data(tensors[name], tensor)
         follow_(model, plan, implants)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()  # the list of its weights, which cuDNN wants side by side in memory
 
 
 def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
@@ -119,6 +123,8 @@ def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
         module.normalized_shape = tuple(module.weight.shape)
     elif isinstance(module, nn.MultiheadAttention):
         FewerHeads.take_over(module)
+    elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        follow_weights_(module)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)
 

@@ -14,12 +14,14 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from hap import rules
-from hap.operators import CONVOLUTIONS, TRANSPOSED
+from hap.operators import CONVOLUTIONS, FILLED, RECURRENT, TRANSPOSED
 
 Arguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
 """By module, for each of its calls, the shapes of the tensors that it is called with."""
 
-MIXING = CONVOLUTIONS | TRANSPOSED | {"linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention"}
+MIXING = CONVOLUTIONS | TRANSPOSED | RECURRENT.keys() | {
+    "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,5 +92,6 @@ def _tables(program: Any) -> Iterator[fx.Node]:
         if name in MIXING or looked_up or any(a in computed for a in node.all_input_nodes):
             computed.add(node)
         value = node.meta.get("val")
-        if name and node not in computed and isinstance(value, Tensor) and value.ndim > 2 and len(node.users) > 1:
+        several = isinstance(value, Tensor) and value.ndim > 2 and len(node.users) > 1
+        if name and several and node not in computed and name not in FILLED:
             yield node

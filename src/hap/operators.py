@@ -66,6 +66,10 @@ TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3
 PRODUCTS = frozenset({"bmm", "matmul", "mm"})
 SUMS = _names("add sub")
 
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+RECURRENT = _GATES | {f"{name}_cell": gates for name, gates in _GATES.items()}
+"""Recurrent layers and their cells, with how many rows of a weight compute one hidden unit."""
+
 PIECEWISE_LINEAR = (
     _names("""
     abs alias clamp clamp_max clamp_min clone contiguous detach dropout feature_dropout float hardtanh leaky_relu

@@ -302,7 +302,9 @@ class Coarse(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         x, weight, _, *rest = args
         sizes = zip(x.shape[2:], weight.shape[2:], *rest[:3], strict=True)
-        sides = [(side + 2 * pad - reach * (kernel - 1) - 1) // stride + 1 for side, kernel, stride, pad, reach in sizes]
+        sides = [
+            (side + 2 * pad - reach * (kernel - 1) - 1) // stride + 1 for side, kernel, stride, pad, reach in sizes
+        ]
         return torch.ops.aten.upsample_nearest2d(func(x[..., ::step, ::step], *args[1:]), sides)
 
 

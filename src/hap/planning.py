@@ -26,8 +26,8 @@ class Budget:
     """What may be left, as a fraction of the dense model. One or several of the first four, all of which hold then:
 
     `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units; `activations`: values
-    that convolutions and linear layers write, which tell more than FLOPs of the time on a GPU. Or `latency` alone:
-    measured time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
+    that convolutions, linear and recurrent layers write, which tell more than FLOPs of the time on a GPU. Or `latency`
+    alone: measured time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
     """
 
     params: float | None = None

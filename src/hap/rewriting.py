@@ -106,6 +106,8 @@ def _sizes_of(tracer: Tracer, node: fx.Node) -> Iterator[Size]:
     result = tracer.values.get(node)
     if name in ("view", "reshape", "_unsafe_view", "expand"):
         yield from _listed(node, 1, 0, result)
+    elif name in ("zeros", "new_zeros"):
+        yield from _listed(node, int(name == "new_zeros"), 0, result)
     elif name == "unflatten":
         yield from _listed(node, 2, args[1] % len(rules.shape_of(args[0])), result)  # type: ignore[operator, arg-type]
     elif name in ("layer_norm", "rms_norm"):

@@ -32,6 +32,7 @@ from hap.operators import (
     PIECEWISE_LINEAR,
     POINTWISE,
     POOLING,
+    RECURRENT,
     REDUCTIONS,
     SIZED,
     SOFTMAXES,
@@ -116,6 +117,8 @@ def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
     """Whether the result is piecewise linear in the activations that enter."""
     name = short_name(node)
     if name == "batch_norm" and node.args[5]:  # normalises with the batch's own statistics
+        return False
+    if name in RECURRENT:  # uses its weights at every step, even where it has no curve of its own
         return False
     if name in CONVOLUTIONS | TRANSPOSED | {"linear"} and tracer.parameter(node.args[1]) is None:
         return False

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from hap import attention, norms, rules, weights  # noqa: F401 (norms registers its rules)
+from hap import attention, norms, recurrent, rules, weights  # noqa: F401 (norms and recurrent register their rules)
 from hap.blocks import heads
 from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
@@ -457,8 +457,11 @@ class Tracer:
     def _written(self, root: Ints) -> Iterator[Product]:
         """What the layers write: as many values for each label of an output as it stands for."""
         for node, labels in self.layers.items():
+            value = node.meta["val"]
+            if isinstance(labels, list):  # a recurrent layer also returns its last states
+                labels, value = labels[0], value[0]
             if isinstance(labels, Tensor) and labels.numel():
-                yield Product(root[labels.flatten().numpy()], node.meta["val"].numel() // labels.numel())
+                yield Product(root[labels.flatten().numpy()], value.numel() // labels.numel())
 
     def without(
         self, groups: Groups, misfits: Mapping[str, str], model: nn.Module, example: Any, shapes: Mapping[str, int]

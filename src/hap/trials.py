@@ -523,6 +523,8 @@ def tried(trial_with: Callable[[Mapping[str, float]], Trial]) -> tuple[Trial, li
 
 def _follows_anyway(module: nn.Module, attribute: str) -> bool:
     """Whether apply_ makes this attribute agree with the module's weight in any case."""
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return attribute in ("input_size", "hidden_size")
     norm = isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None
     return norm and attribute == "normalized_shape"
 

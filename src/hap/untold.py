@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hap.comparing import difference, in_float64
 from hap.examples import call_arguments, call_with, copied, evaluating, plain, run, seeded
+from hap.recurrent import differentiable
 from hap.returned import known
 
 SILENT = 1e-6
@@ -102,7 +103,7 @@ def _silent_rows(
     tensors = {n: p.detach().requires_grad_() for n, p in model.named_parameters(remove_duplicate=False) if n in names}
     args, kwargs = copied(call_arguments(example))
     random = torch.Generator().manual_seed(0)
-    with evaluating(model), torch.enable_grad():
+    with evaluating(model), torch.enable_grad(), differentiable(model):
         outputs = [x for x in _real(call_with(model, tensors, args, kwargs)) if x.requires_grad]
         total = sum((x * torch.randn(x.shape, generator=random).to(x)).sum() for x in outputs)
         found = torch.autograd.grad(total, [*tensors.values()], allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from hap.calibration import pairs
 from hap.errors import HapError
 from hap.examples import call_arguments, call_with, copied
 from hap.groups import Group, Groups, Producer
+from hap.recurrent import differentiable
 
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
@@ -96,7 +97,7 @@ class Problem:
             )
         args, kwargs = copied(call_arguments(batch[0]))
         with told("the model or the loss fails on a calibration batch"):
-            output = call_with(self.model, weights, args, kwargs)
+            output = self.call(weights, args, kwargs)
             _check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -106,6 +107,11 @@ class Problem:
         if torch.is_grad_enabled() and any(w.requires_grad for w in weights.values()) and not loss.requires_grad:
             raise HapError(DETACHED)
         return output, loss
+
+    def call(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output with these weights in place of its own, such that it can be derived twice."""
+        with differentiable(self.model):
+            return call_with(self.model, weights, args, kwargs)
 
     def last_alone(self, batch: Batch) -> Any:
         """The model's output on the last sample of a batch by itself, without a graph."""

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hap import distributed
 from hap.errors import HapError
-from hap.examples import call_arguments, call_with, copied
+from hap.examples import call_arguments, copied
 from hap.scoring.base import (
     BATCH_FIRST,
     DETACHED,
@@ -99,7 +99,7 @@ class DiagonalFisher(Criterion):
             alone = [sample[i][None] if i in own else leaf for i, leaf in enumerate(leaves)]
             x, y = pytree.tree_unflatten(alone, form)
             args, kwargs = copied(call_arguments(x))
-            return loss(call_with(problem.model, weights, args, kwargs), y)
+            return loss(problem.call(weights, args, kwargs), y)
 
         with told("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
             return _for_each(one, problem.weights, own)
