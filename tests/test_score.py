@@ -1,6 +1,7 @@
 """score: every criterion against its definition, and the model left as found."""
 
 import copy
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -496,9 +497,21 @@ def test_model_is_left_as_found(criterion: hap.Criterion) -> None:
     before = snapshot(model)
     seen = hap.score(model, groups, batches, loss, criterion)
     assert_unchanged(model, before)
-    assert all(torch.equal(seen[n], wanted[n]) for n in groups)
+    for name in groups:  # a smaller graph leaves room for other numbers of vectors at once, which round differently
+        torch.testing.assert_close(seen[name], wanted[name], rtol=1e-5, atol=1e-6 * float(wanted[name].abs().max()))
     assert not any(v.requires_grad for v in seen.values())
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("method", ["exact", "sampled", "hutchinson"])
+def test_equal_calls_give_equal_bits_whatever_the_allocator_does(method: str) -> None:
+    model, groups, batches, loss = problem("residual")
+    criterion, sizes = hap.HessianTrace(method=method, probes=3), random.Random(0)
+    wanted = hap.score(model, groups, batches, loss, criterion)
+    for _ in range(15):
+        kept = [torch.empty(sizes.randrange(1, 5000)) for _ in range(sizes.randrange(40))]
+        seen = hap.score(model, groups, batches, loss, criterion)
+        assert all(torch.equal(seen[name], wanted[name]) for name in groups), len(kept)
 
 
 @pytest.mark.parametrize("name", ["module_with_two_names", "tied_parameters"])

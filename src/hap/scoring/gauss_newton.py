@@ -78,7 +78,7 @@ def survey(problem: Problem) -> Survey:
         mixed[name] = gradient[:, 1:].any() if along else torch.ones((), dtype=torch.bool, device=gradient.device)
         sizes.append(gradient.nbytes // len(gradient))
 
-    with torch.enable_grad(), held_by_graph() as held, tapped(problem, see) as anchor:
+    with torch.enable_grad(), held_by_graph(all_of_it=True) as held, tapped(problem, see) as anchor:
         output, _ = problem.evaluate({}, batch)
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != count:
             return Survey("the model's output is not one vector per sample")

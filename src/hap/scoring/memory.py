@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,25 +41,28 @@ def budget(device: torch.device) -> int:
 
 @dataclass
 class Held:
-    """Storages that autograd keeps for a backward pass: bytes by address."""
+    """What autograd keeps for a backward pass, as far as it is alive. An address alone would not do: what is let go may
+    leave it to another."""
 
-    storages: dict[int, int] = field(default_factory=dict)
+    tensors: list[Callable[[], Tensor | None]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        return sum(self.storages.values())
+        alive = [tensor.untyped_storage() for get in self.tensors if (tensor := get()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
 
 
 @contextmanager
-def held_by_graph() -> Iterator[Held]:
-    """Counts what a forward pass inside keeps for its backward pass, parameters left out."""
+def held_by_graph(all_of_it: bool = False) -> Iterator[Held]:
+    """Counts what a forward pass inside keeps for its backward pass, parameters left out; with `all_of_it` also what it
+    lets go again, which is then held as well."""
     held = Held()
 
     def keep(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()  # a result that its own operator saves would hold itself, and the whole graph, for ever
         if not isinstance(tensor, nn.Parameter):
-            storage = tensor.untyped_storage()
-            held.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a result that its own operator saves would hold itself, and the whole graph, for ever
+            held.tensors.append((lambda: kept) if all_of_it else weakref.ref(kept))
+        return kept
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield held
