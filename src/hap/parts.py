@@ -31,15 +31,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Noted:
-    """What a submodule was called with, and the names of the modules that were running then, outer ones first.
-
-    `chosen`: the model had chosen by value before, so what this is called with may depend on that.
-    """
+    """What a submodule was called with, and the names of the modules that were running then, outer ones first."""
 
     name: str
     running: tuple[str, ...]
     call: Call
-    chosen: bool
 
     def within(self, names: Container[str]) -> bool:
         """Whether one of these was running of which the submodule is a part: what it returned then stays inside."""
@@ -243,10 +239,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 class _Choices(TorchDispatchMode):
-    """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it."""
+    """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it.
 
-    def __init__(self) -> None:
+    `last`: no module may be called after such a choice.
+    """
+
+    def __init__(self, last: bool = False) -> None:
         super().__init__()
+        self.last = last
         self.running: list[str] = []
         self.choosing: set[str] = set()
         self.active = False
@@ -271,10 +271,13 @@ def _by_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _calls(model: nn.Module, example: Any, passing: Passing | None = None) -> tuple[list[Noted], set[str]]:
-    """What every submodule with parameters is called with when the model runs, and which of them choose by value."""
+def _calls(
+    model: nn.Module, example: Any, passing: Passing | None = None, last: bool = False
+) -> tuple[list[Noted], set[str]]:
+    """What every submodule with parameters is called with when the model runs, and which of them choose by value. With
+    `last`, a call after a choice is an error."""
     calls: list[Noted] = []
-    choices = _Choices()
+    choices = _Choices(last)
     with _recording(model, calls, choices), passing or nullcontext():
         check_runs(model, example)
     return calls, choices.choosing
@@ -285,10 +288,9 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
     called after a choice: how many boxes they get is up to the true values."""
     try:
         with Coarse():
-            calls, choosing = _calls(model, example)
+            return _calls(model, example, last=True)
     except HapError:
         return None
-    return None if any(noted.chosen for noted in calls) else (calls, choosing)
 
 
 class Coarse(TorchDispatchMode):
@@ -378,9 +380,11 @@ def _recording(model: nn.Module, calls: list[Noted], choices: _Choices) -> Itera
 
     def enter(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if choices.last and choices.choosing:
+                raise HapError(f"{name} is called after a choice by value")
             if name != WHOLE:
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-                calls.append(Noted(name, tuple(choices.running), given, bool(choices.choosing)))
+                calls.append(Noted(name, tuple(choices.running), given))
             choices.running.append(name)
             choices.attend()
 
