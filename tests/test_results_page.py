@@ -98,7 +98,7 @@ def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_p
     found = text.partition("## Where the paper's figure is not reached")[2].partition("\n## ")[0]
     later = "not run yet"
     assert row_of(found, "HAP, at 38.74%")[1:] == ["-0.38", "41.53, 41.53", later, "+0.02", later, later]
-    assert row_of(found, "from zero, at 40.7%")[1:] == ["-1.55", "33.00, not given", "", later, "", later]
+    assert row_of(found, "from zero, at 40.7%")[1:] == ["-1.55", "33.00, not given", "", "", "", ""]
     assert "7 of 9 in a (6)." in found and "per cost, at 38.74%" not in found
     text, _ = rendered(tmp_path / "other", seeds(f"{base}-hap-38.74", [0.94]))
     assert "not reached" not in text
@@ -195,6 +195,13 @@ def test_one_command_writes_page_and_manifest(tmp_path: Path) -> None:
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert row_of(text, "`resnet56-cifar10-hap-implant-40`")[1] == "93.54"
     assert (tmp_path / "images" / "results-resnet56.svg").is_file()
+
+
+def test_a_folder_without_results_empties_no_zoo(tmp_path: Path) -> None:
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+    found = CliRunner().invoke(app, ["reproduce", "all", "--render", f"--page={tmp_path / 'page.md'}", *places])
+    assert found.exit_code == 2 and "there is no result file in" in " ".join(found.output.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_of_this_repository_is_what_its_result_files_say(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import hap
 from hap.cli.options import Device
 from hap.cli.screen import out, resumable, table, wrote
 from hap.data import Data
+from hap.errors import HapError
 from hap.experiments import sensitivity
 from hap.experiments.campaign import MASKED_FROM, Folders, Job, Manner, estimate, select, status, work_off
 from hap.experiments.campaign import prepare as prune_for
@@ -114,6 +115,8 @@ def _show(chosen: list[Job], looks: list[Look], folders: Folders) -> None:
 def _render(folders: Folders, page: Path) -> None:
     from hap.report.results import write_results
 
+    if not any(folders.results.glob("*.json")):
+        raise HapError(f"there is no result file in {folders.results}: name the folder that has them with --results")
     manifest = hap.zoo.write_manifest(headline_networks(), folders.networks, folders.results)
     for path in [*write_results(folders, page, manifest), folders.networks / hap.zoo.MANIFEST]:
         wrote(path)

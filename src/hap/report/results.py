@@ -201,8 +201,8 @@ and whether it is which channels go, when it is found on many images."""
 
 
 def _to_paper_by(page: Page, row: Row, words: str) -> str:
-    """Points to the paper of the same row under another ranking."""
-    wanted = f"{row.label.removesuffix(', from zero')}, {words}"
+    """Points to the paper of the same row under another ranking, nothing else changed."""
+    wanted = f"{row.label}, {words}"
     found = [other for other in page.of("rankings") if other.label == wanted and other.budget == row.budget]
     if not found:
         return ""
@@ -260,8 +260,8 @@ def resnet56(page: Page) -> str:
     rows = sorted(page.of("resnet56"), key=lambda row: (-row.budget[1], row.label))
     text = """Channels go in the order of their sensitivity, found exactly. It is lowest in late layers, where a channel
 has many parameters and few FLOPs: at the paper's FLOPs, far fewer parameters are left than in the paper. "3 probes"
-estimates it by as many probes as the public code takes unless told otherwise, which leaves about the paper's shares of
-both (see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and in FLOPs, which
+estimates it by as many probes as the public code takes unless told otherwise, which leaves shares nearer to the paper's
+(see Sensitivity). "Per cost" ranks exact sensitivities by what a channel costs in parameters and in FLOPs, which
 the paper does not. They are found on 512 training images unless a row says 10,000."""
     picture = _picture(page, "resnet56", "ResNet56: accuracy against FLOPs left")
     return "\n\n".join(
@@ -388,7 +388,8 @@ def _shapes(record: Record) -> str:
     how = dict.fromkeys(row["how"] for row in record["rows"])
     text = f"""Per cent of FLOPs and of parameters left at the paper's shares of channels, by how it is ranked on
 {record["images"]} images; draws of probes one after another. The paper speaks of 300 probes. Its public code takes 3
-unless told otherwise, and what that leaves is close to what the paper reports; exact values leave more FLOPs."""
+unless told otherwise, and what that leaves is nearer to what the paper reports than what exact values leave, which is
+more FLOPs. So is what a random order leaves."""
     return f"{text}\n\n{table(['', 'paper', *how], lines)}"
 
 

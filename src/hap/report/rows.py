@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hap.experiments.campaign import Job
+from hap.experiments.cifar10 import LONG
 from hap.experiments.starting import IMAGES, BorrowedStep, EigenStep
 
 Record = Mapping[str, Any]
@@ -93,6 +94,8 @@ def label(job: Job) -> str:
         name += ", per cost"
     if step.probes:
         name += f", {step.probes} probes"
+    if job.teacher and job.recipe.epochs == LONG[2]:
+        name += f", {job.recipe.epochs} epochs"
     if job.images != IMAGES and not job.teacher:
         name += f", {job.images:,} images"
     return f"{name}, coupled" if step.coupling == "joint" and step.criterion == "hessian" else name
