@@ -497,11 +497,6 @@ def test_model_is_left_as_found(criterion: hap.Criterion) -> None:
     before = snapshot(model)
     seen = hap.score(model, groups, batches, loss, criterion)
     assert_unchanged(model, before)
-    if criterion.name == "hessian" and criterion.method == "exact":
-        # what is frozen makes the graph smaller, and so the number of vectors at once, which round differently
-        for name in groups:
-            torch.testing.assert_close(seen[name], wanted[name], rtol=1e-5, atol=1e-6 * float(wanted[name].abs().max()))
-        wanted = hap.score(model, groups, batches, loss, criterion)
     assert all(torch.equal(seen[n], wanted[n]) for n in groups)
     assert not any(v.requires_grad for v in seen.values())
     assert torch.is_grad_enabled()

@@ -78,7 +78,8 @@ def survey(problem: Problem) -> Survey:
         mixed[name] = gradient[:, 1:].any() if along else torch.ones((), dtype=torch.bool, device=gradient.device)
         sizes.append(gradient.nbytes // len(gradient))
 
-    with torch.enable_grad(), held_by_graph(all_of_it=True) as held, tapped(problem, see) as anchor:
+    counted = held_by_graph(all_of_it=True)
+    with torch.enable_grad(), _none_frozen(problem.model), counted as held, tapped(problem, see) as anchor:
         output, _ = problem.evaluate({}, batch)
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != count:
             return Survey("the model's output is not one vector per sample")
@@ -91,6 +92,20 @@ def survey(problem: Problem) -> Survey:
     if bad := [n for n, yes in zip(mixed, torch.stack(list(mixed.values())).tolist(), strict=True) if yes]:
         return Survey(f"the first axis of what {bad[-1]} reads is not that of the samples")
     return Survey(None, output.shape[1], held.bytes // count, max(sizes) // count)
+
+
+@contextmanager
+def _none_frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, all parameters require gradients: what is counted there must not depend on which the caller has frozen,
+    since it decides how many vectors run at once and so how sums are rounded."""
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not (p.requires_grad or p.is_inference())]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: int = 0) -> dict[str, Tensor]:
