@@ -1,6 +1,7 @@
-"""How to prune for protocol `best`: ways to leave 29% of ResNet56's FLOPs, trained for a short while.
+"""How to prune and train for protocol `best`: ways to leave 29% of ResNet56's FLOPs, trained for a short while.
 
-    python benchmarks/best_choices.py OUT.json --data data/cifar10 --compile --revision HASH    # 6 minutes on a GPU
+    python benchmarks/best_choices.py pruning OUT.json --data data/cifar10 --compile --revision HASH     # 6 minutes
+    python benchmarks/best_choices.py training OUT.json --data data/cifar10 --revision HASH              # on a GPU
 
 Nothing here sees the test images: networks train on 40,000 of the training images and are judged by the other 10,000,
 by accuracy and by cross-entropy, which tells smaller differences apart. The dense network, which is also the teacher,
@@ -26,17 +27,43 @@ from hap.experiments.starting import Known, prune
 from hap.files import write_json
 from hap.masking import dense_form, pruned_form
 from hap.provenance import provenance
+from hap.recipes import Recipe
 from hap.training import evaluate, train_many
 
-AS_IT_IS = PruneStep("implant", flops=0.29, coupling="union", per_cost=True, compensate=True, implant=0.2)
-CHOICES = (
-    AS_IT_IS,
-    replace(AS_IT_IS, name="no implants", implant=0.0),
-    *(replace(AS_IT_IS, name=f"implants for {share:.0%}", implant=share) for share in (0.4, 0.6, 0.8)),
-    replace(AS_IT_IS, name="coupled channels go together", coupling="joint"),
-    replace(AS_IT_IS, name="sensitivity alone", per_cost=False),
-    replace(AS_IT_IS, name="magnitude", criterion="magnitude"),
-)
+STEP = PruneStep("as it is", flops=0.29, coupling="union", per_cost=True, compensate=True, implant=0.2)
+RECIPE = recipes.get("best-finetune")
+Choice = tuple[PruneStep, Recipe]
+
+
+def pruning() -> list[Choice]:
+    """Ways to prune, trained alike."""
+    steps = [
+        STEP,
+        replace(STEP, name="no implants", implant=0.0),
+        *(replace(STEP, name=f"implants for {share:.0%}", implant=share) for share in (0.4, 0.6, 0.8)),
+        replace(STEP, name="coupled channels go together", coupling="joint"),
+        replace(STEP, name="sensitivity alone", per_cost=False),
+        replace(STEP, name="magnitude", criterion="magnitude"),
+    ]
+    return [(step, RECIPE) for step in steps]
+
+
+def training() -> list[Choice]:
+    """Ways to train what is pruned alike."""
+    changes: dict[str, dict[str, float]] = {
+        "as it is": {},
+        "rate 0.1": {"lr": 0.1},
+        "rate 0.2": {"lr": 0.2},
+        "weight decay 2e-4": {"weight_decay": 2e-4},
+        "weight decay 1e-3": {"weight_decay": 1e-3},
+        "teacher 0.9": {"distill": 0.9},
+        "teacher 0.9, weight decay 2e-4": {"distill": 0.9, "weight_decay": 2e-4},
+        "temperature 2": {"temperature": 2.0},
+    }
+    return [(replace(STEP, name=name), replace(RECIPE, **change)) for name, change in changes.items()]  # type: ignore[arg-type]
+
+
+CHOICES = {"pruning": pruning, "training": training}
 
 
 def apart(data: Data, held: int) -> Data:
@@ -45,35 +72,36 @@ def apart(data: Data, held: int) -> Data:
     return replace(data, train=Split(images[:-held], labels[:-held]), test=Split(images[-held:], labels[-held:]))
 
 
-def compare(dense: Path, data: Data, images: int, epochs: int, compiled: bool) -> list[dict[str, Any]]:
+def compare(choices: list[Choice], dense: Path, data: Data, images: int, compiled: bool) -> list[dict[str, Any]]:
     """Prune the dense network in each way, train all side by side, and judge each."""
     device, example = data.train.images.device, example_of(data)
     teacher = load(dense, fresh("resnet56", data.classes)).to(device).eval()
     known: Known = {}
     plans, made = [], []
-    for step in CHOICES:
+    for step, _ in choices:
         model = load(dense, fresh("resnet56", data.classes)).to(device).eval()
         plan = prune(model, step, data, 0, Path(), images, known).plan
         assert plan is not None
         plans.append(plan)
         made.append(dense_form(model, plan, teacher))
-    count, recipe = len(CHOICES), recipes.get("best-finetune", epochs=epochs, eval_every=epochs)
     histories = train_many(
-        [whole for whole, _ in made], data, [recipe] * count, teachers=[teacher] * count,
-        masks=[masks for _, masks in made], progress=False, stack=count, compiled=compiled,
+        [whole for whole, _ in made], data, [recipe for _, recipe in choices], teachers=[teacher] * len(choices),
+        masks=[masks for _, masks in made], progress=False, stack=len(choices), compiled=compiled,
     )  # fmt: skip
     rows = []
-    for step, plan, (whole, _), history in zip(CHOICES, plans, made, histories, strict=True):
+    for (step, recipe), plan, (whole, _), history in zip(choices, plans, made, histories, strict=True):
         model = pruned_form(whole, plan, example)
         seen, cost = evaluate(model, data), hap.cost(model, example)
-        rows.append({"prune": asdict(step), "accuracy": seen.accuracy, "loss": seen.loss, "params": cost.params,
-                     "macs": cost.macs, "implants": sum(map(len, plan.implanted.values())),
-                     "training_loss": history.loss, "seconds": sum(history.seconds)})  # fmt: skip
+        rows.append({"name": step.name, "accuracy": seen.accuracy, "loss": seen.loss, "params": cost.params,
+                     "macs": cost.macs, "implants": sum(map(len, plan.implanted.values())), "prune": asdict(step),
+                     "recipe": recipe.to_dict(), "training_loss": history.loss,
+                     "seconds": sum(history.seconds)})  # fmt: skip
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("of", choices=CHOICES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", required=True)
     parser.add_argument("--dense", type=Path, default=Path("zoo/resnet56-dense-best-seed0.safetensors"))
@@ -85,15 +113,15 @@ def main() -> None:
     parser.add_argument("--revision")
     args = parser.parse_args()
     data = apart(load_data(args.data, device=args.device), args.held)
-    rows = compare(args.dense, data, args.images, args.epochs, args.compile)
+    choices = [(step, replace(r, epochs=args.epochs, eval_every=args.epochs)) for step, r in CHOICES[args.of]()]
+    rows = compare(choices, args.dense, data, args.images, args.compile)
     found = {
-        "kind": "hap-best-choices", "format": 1, "dense": args.dense.stem, "seed": 0, "scored_on": args.images,
+        "kind": "hap-best-choices", "format": 1, "of": args.of, "dense": args.dense.stem, "scored_on": args.images,
         "trained_on": len(data.train), "judged_by": len(data.test), "rows": rows,
-        "recipe": recipes.get("best-finetune", epochs=args.epochs, eval_every=args.epochs).to_dict(),
     }  # fmt: skip
     write_json(args.out, found | provenance(args.revision))
     for row in rows:
-        print(f"{row['prune']['name']:32} {row['accuracy']:.4f} {row['loss']:.4f} {row['params']:8,} params")
+        print(f"{row['name']:32} {row['accuracy']:.4f} {row['loss']:.4f} {row['params']:8,} params")
 
 
 if __name__ == "__main__":
