@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
@@ -25,6 +26,8 @@ ATOMS = frozenset({
     BuiltinFunctionType,
 })  # fmt: skip
 """Types of which deepcopy returns the value itself."""
+LARGE = 1 << 20
+"""Tensors of as many bytes are not copied until they are written to."""
 DICTS, FLAT = (dict, OrderedDict), (tuple, list, set)
 
 
@@ -49,6 +52,22 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
         made.__setstate__({name: deepcopied(item, memo) for name, item in value.__getstate__().items()})
         return made
     return copy.deepcopy(value, memo)
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A tensor with the same values in memory of its own: that of a large one is copied once either is written to."""
+    return torch._lazy_clone(tensor) if _lazily(tensor) else tensor.clone()
+
+
+def apart(tensors: Iterable[Tensor]) -> None:
+    """Nothing is left to be copied later. Where the clones are gone, nothing is copied at all."""
+    for tensor in filter(_lazily, tensors):
+        tensor.data_ptr()  # whoever asks for it may write there
+
+
+def _lazily(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+    return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
 
 
 def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:

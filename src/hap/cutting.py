@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from hap.plans import Cut, Plan
 from hap.recurrent import follow_weights_
 
 
-def cut_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """What the plan leaves of the tensors that it cuts."""
+def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> dict[str, Tensor]:
+    """What the plan leaves of the tensors that it cuts, or of those with these names."""
     tensors = named_tensors(model)
     shorter: dict[str, Tensor] = {}
     with torch.no_grad():
-        for cut in plan.cuts:
+        for cut in (c for c in plan.cuts if names is None or c.name in names):
             shorter[cut.name] = shortened(shorter.get(cut.name, tensors[cut.name].detach()), cut)
     return shorter
 

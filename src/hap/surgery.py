@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hap.calibration import pointwise_fits
 from hap.checking import verify_plan
+from hap.copying import apart
 from hap.cutting import cut_tensors, operate_
 from hap.errors import HapError
 from hap.examples import imagine, named_tensors
@@ -42,6 +43,7 @@ def apply_(
             shorter = cut_tensors(model, plan)
             if verify:
                 verify_plan(model, plan, implants, example, shorter)
+                apart(shorter.values())
         operate_(model, plan, implants, shorter)
     return model
 
