@@ -6,7 +6,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from types import TracebackType
@@ -16,6 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+try:
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+except ImportError:  # it is not for everybody
+    _use_lazy_graph_module = None  # type: ignore[assignment]
 
 from hap import rules
 from hap.entries import Arguments, recording
@@ -60,7 +65,7 @@ def captured(
 ) -> Captured:
     """The same, with whatever torch.export raises where it fails. Modules that are `training` run as they then do."""
     known = known or SizesKnown()
-    with noting_shapes(model) as shapes, recording(model) as called:
+    with noting_shapes(model) as shapes, recording(model) as called, _plainly():
         program = export(model, *call_arguments(example), known, training)
     _inline_regions(program.graph_module)
     for node in program.graph.nodes:
@@ -84,6 +89,21 @@ def export(
         for module in training:
             module.training = True
         return torch.export.export(model, args, kwargs, strict=False)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Inside, torch.export does not note for each node where in the source it comes from, and writes no code of the
+    graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
+    config: Any = getattr(fx, "config", None)
+    flag = "do_not_emit_stack_traces"
+    with ExitStack() as stack:
+        if hasattr(config, flag):
+            stack.callback(setattr, config, flag, getattr(config, flag))
+            setattr(config, flag, True)
+        if _use_lazy_graph_module is not None:
+            stack.enter_context(_use_lazy_graph_module(True))
+        yield
 
 
 @functools.cache

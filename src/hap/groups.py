@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -311,3 +311,19 @@ def components(count: int, a: Ints, b: Ints) -> Ints:
         np.minimum.at(root, high, low)
         while not np.array_equal(root, jumped := root[root]):
             root = jumped
+
+
+def merged(root: Ints, a: Ints, b: Ints) -> Ints:
+    """The components once there are edges a[i]-b[i] between some of their members too: few, beside all members."""
+    ends, places = np.unique(np.concatenate([root[a], root[b]]), return_inverse=True)
+    towards = np.arange(len(root))
+    towards[ends] = ends[components(len(ends), places[: len(a)], places[len(a) :])]
+    return towards[root]
+
+
+def occurring(count: int, labels: Iterable[Ints]) -> NDArray[np.bool_]:
+    """Which of the labels below `count` there are."""
+    seen = np.zeros(count, dtype=bool)
+    for some in labels:
+        seen[some] = True
+    return seen

@@ -38,6 +38,8 @@ from hap.groups import (
     Site,
     Term,
     components,
+    merged,
+    occurring,
 )
 from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
@@ -125,7 +127,13 @@ def _several(grid: Ints, dims: list[int]) -> bool:
 
 def _removable(root: Ints, labels: list[Ints]) -> frozenset[int]:
     """The classes of these labels, without that of what is never removed."""
-    return frozenset(root[np.concatenate([np.zeros(0, np.int64), *labels])].tolist()) - {0}
+    return frozenset(np.flatnonzero(occurring(len(root), (root[some] for some in labels))).tolist()) - {0}
+
+
+def _ends(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """The first and the second ends of all edges."""
+    none = np.zeros(0, dtype=np.int64)
+    return np.concatenate([none, *(a for a, _ in edges)]), np.concatenate([none, *(b for _, b in edges)])
 
 
 def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
@@ -537,7 +545,7 @@ class Tracer:
 
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""
-        return np.setdiff1d(self.root[np.concatenate([np.zeros(1, np.int64), *self.sized])], [0])
+        return np.setdiff1d(np.flatnonzero(occurring(self._next, (self.root[labels] for labels in self.sized))), [0])
 
     def sliced_classes(self) -> Ints:
         """Classes of tensors that are sliced along an axis that is cut. An end beyond what is left raises nothing."""
@@ -548,9 +556,9 @@ class Tracer:
     def _resolve_all(self) -> Ints:
         """As `_resolve`; what no layer produces, such as a learned token, is frozen."""
         root = self._resolve()
-        made = [root[labels] for labels in self._made()]
-        present = np.unique(np.concatenate([np.zeros(1, np.int64), *(root[a] for a in self.axes.values())]))
-        orphans = np.setdiff1d(present, np.concatenate([np.zeros(1, np.int64), *made]))
+        made = occurring(self._next, (root[labels] for labels in self._made()))
+        present = occurring(self._next, (root[labels] for labels in self.axes.values()))
+        orphans = np.setdiff1d(np.flatnonzero(present & ~made), [0])
         if not len(orphans):
             return root
         kept = [key[0] for key, labels in self.axes.items() if np.isin(root[labels], orphans).any()]
@@ -566,9 +574,8 @@ class Tracer:
         none = np.zeros(0, dtype=np.int64)
         narrow = np.concatenate([none, *(n for n, _ in self.feeds)])
         wide = np.concatenate([none, *(w for _, w in self.feeds)])
+        root = components(self._next, *_ends(self.edges))
         while True:
-            a, b = (np.concatenate([none, *(edge[i] for edge in self.edges)]) for i in range(2))
-            root = components(self._next, a, b)
             self.edges = [(np.arange(self._next), root)]  # says the same in fewer words
             low, high = root[narrow], root[wide]
             merge = (np.isin(low, high) | (low == 0)) & (low != high)
@@ -576,6 +583,7 @@ class Tracer:
             settling = (self._settle_partial, self._settle_grids, self._settle_counted)
             if not merge.any() and not any(settle(root) for settle in settling):
                 return root
+            root = merged(root, *_ends(self.edges[1:]))
 
     def _settle_grids(self, root: Ints) -> bool:
         """Tensors stay rectangular: what goes, goes along one axis. True if that joined anything.
