@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hap
-from hap.capturing import start_autograd
+from hap.capturing import capture, start_autograd
 
 
 def test_autograd_counts_the_devices_before_the_first_capture_of_a_gpu_build_without_a_gpu(
@@ -38,3 +38,34 @@ def test_without_gpus_in_sight_of_a_cpu_build_autograd_is_left_alone(monkeypatch
         )
     finally:
         start_autograd.cache_clear()
+
+
+class Mixed(nn.Module):
+    """A region under autocast, which is a graph inside of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.first(x).relu()
+        return self.last(x.float())
+
+
+def test_a_capture_is_that_of_torch_export_without_notes_on_the_source() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(2, 3)
+    plain, ours = torch.export.export(model, (x,), strict=False), capture(model, x).program
+    assert [(n.op, n.name, n.target) for n in ours.graph.nodes] == [(n.op, n.name, n.target) for n in plain.graph.nodes]
+    assert [n.meta.get("nn_module_stack") for n in ours.graph.nodes] == [
+        n.meta.get("nn_module_stack") for n in plain.graph.nodes
+    ]
+    torch.testing.assert_close(ours.module()(x), model(x))
+    if hasattr(torch.fx.config, "do_not_emit_stack_traces"):
+        assert not any(n.stack_trace for n in ours.graph.nodes) and not torch.fx.config.do_not_emit_stack_traces
+    again = torch.export.export(model, (x,), strict=False).graph
+    assert any(n.stack_trace for n in again.nodes)
+
+
+def test_a_region_inside_of_a_graph_is_captured() -> None:
+    assert hap.trace(Mixed().eval(), torch.randn(2, 3)).units == 8

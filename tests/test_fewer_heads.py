@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
+from hap import checking
 from hap.fewer_heads import FewerHeads
 
 WIDTH, HEADS, TOKENS = 16, 4, 6
@@ -99,3 +100,29 @@ def test_a_narrower_stream_fits_fused_kernels() -> None:
     assert model.layers.layers[0].norm1.normalized_shape == (WIDTH - 3,)
     x = example[0]
     torch.testing.assert_close(run_fast(model, x, x.new_zeros(x.shape[:2], dtype=torch.bool)), model(x))
+
+
+class Mixing(nn.Module):
+    """Attention without a layer of torch's around it, whose last rows are free to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize(("group", "times"), [("attention", 0), ("attention.out_proj", 1)])
+def test_attention_is_run_unwatched_as_long_as_it_may_be_fused(
+    group: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, example = Mixing().eval(), torch.randn(2, 5, WIDTH)
+    plan = hap.draft(hap.trace(model, example), {group: [1]})
+    watched: list[bool] = []
+    outputs = checking.outputs
+    monkeypatch.setattr(checking, "outputs", lambda *a, **k: watched.append(k.get("watched", True)) or outputs(*a, **k))
+    hap.apply_(model, plan, example)
+    assert watched.count(True) == 2 and watched.count(False) == times

@@ -14,12 +14,12 @@ from hap.comparing import TOLERANCE, VALUES, difference, in_float64, is_float32,
 from hap.copying import cloned, variant
 from hap.cutting import cut_tensors, follow_, shortened
 from hap.errors import HapError
-from hap.examples import named_tensors
 from hap.implants import ImplantModule
 from hap.parts import touched
 from hap.plans import Cut, Plan
 from hap.telling import telling_weights
 from hap.untold import telling_example
+from hap.walking import named_tensors
 from hap.zeros import Remembering, SkippingZeros, Sparse
 
 REFUSED = "the pruned model does not do what the plan says, so nothing was changed"

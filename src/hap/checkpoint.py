@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hap.attachments import Part, Stream
 from hap.copying import deepcopied
 from hap.errors import HapError
-from hap.examples import named_tensors
 from hap.files import write_atomic
 from hap.implants import ImplantModule
 from hap.plans import Plan
 from hap.surgery import rebuild_
+from hap.walking import named_tensors
 
 FORMAT = 1
 

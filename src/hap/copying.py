@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.examples import named_tensors
+from hap.walking import every_module, named_tensors, set_mode
 
 ATOMS = frozenset({
     int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, FunctionType,
@@ -38,18 +38,19 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, Tensor) and not value.is_leaf:
-        return memo.setdefault(id(value), value.detach().clone())
     if kind in DICTS and not getattr(value, "__dict__", None):
         made = memo[id(value)] = kind()
         for key, item in value.items():
-            made[deepcopied(key, memo)] = deepcopied(item, memo)
+            made[deepcopied(key, memo)] = item if type(item) in ATOMS else deepcopied(item, memo)
         return made
     if kind in FLAT and all(type(item) in ATOMS for item in value):
         return value if kind is tuple else memo.setdefault(id(value), kind(value))
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return memo.setdefault(id(value), value.detach().clone())
     if isinstance(value, nn.Module) and _plain(kind):
         made = memo[id(value)] = object.__new__(kind)
-        made.__setstate__({name: deepcopied(item, memo) for name, item in value.__getstate__().items()})
+        state = value.__getstate__()
+        made.__setstate__({n: item if type(item) in ATOMS else deepcopied(item, memo) for n, item in state.items()})
         return made
     return copy.deepcopy(value, memo)
 
@@ -83,8 +84,8 @@ def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
             memo.setdefault(id(tensor), tensor)
     made = cast(nn.Module, deepcopied(model, memo))
     if changed:
-        made.train(True)  # to forget what was written out for evaluation; whoever runs a copy evaluates it
-    if shared := {id(m) for m in model.modules()} & {id(m) for m in made.modules()}:
+        set_mode(made, training=True)  # to forget what was written out for evaluation; whoever runs a copy evaluates it
+    if shared := set(map(id, every_module(model))) & set(map(id, every_module(made))):
         name = next(n for n, m in model.named_modules() if id(m) in shared)
         raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")
     return made

@@ -11,11 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap.attachments import attach_implant, attach_narrowing, attach_widening
-from hap.examples import letting_go, named_tensors
+from hap.examples import letting_go
 from hap.fewer_heads import FewerHeads
 from hap.implants import ImplantModule
 from hap.plans import Cut, Plan
 from hap.recurrent import follow_weights_
+from hap.walking import named_tensors
 
 
 def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> dict[str, Tensor]:

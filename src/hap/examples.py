@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
+from hap.walking import every_module, named_tensors, set_flags, set_mode, switched_by_flag
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, every module's own mode restored after."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
+    modes = [(m, m.training) for m in every_module(model)]
+    set_mode(model, training=False)
     try:
         yield
     finally:
@@ -32,9 +33,9 @@ def letting_go(model: nn.Module) -> Iterator[None]:
 
     Every module's own mode is restored after, and what is trained.
     """
-    modes = [(m, m.training) for m in model.modules()]
+    modes = [(m, m.training) for m in every_module(model)]
     trained = [(p, p.requires_grad) for p in model.parameters()]
-    model.train(True)
+    set_mode(model, training=True)
     try:
         yield
     finally:
@@ -45,6 +46,9 @@ def letting_go(model: nn.Module) -> Iterator[None]:
 
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
     """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
+    if switched_by_flag(module for module, _ in modes):
+        set_flags(modes)
+        return
     for module, mode in modes:
         if module.training != mode:
             module.train(mode)
@@ -133,11 +137,6 @@ def _evaluated(model: nn.Module, example: Any) -> Any:
     args, kwargs = copied(call_arguments(example))
     with evaluating(model), torch.no_grad():
         return model(*args, **kwargs)
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all their names."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.examples import call_arguments, named_tensors
+from hap.examples import call_arguments
+from hap.walking import named_tensors
 
 
 def outside_inference(model: nn.Module) -> AbstractContextManager[object]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.examples import named_tensors
 from hap.implants import ImplantModule, Pointwise
 from hap.plans import Cut, Plan
 from hap.surgery import apply_
+from hap.walking import named_tensors
 
 
 def trains_alike(plan: Plan) -> bool:

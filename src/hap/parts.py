@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.errors import HapError
-from hap.examples import call_arguments, named_tensors
+from hap.examples import call_arguments
 from hap.given import check_given
 from hap.repeats import same_modules
+from hap.walking import named_tensors
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,12 +12,13 @@ from hap.checking import verify_plan
 from hap.copying import apart
 from hap.cutting import cut_tensors, operate_
 from hap.errors import HapError
-from hap.examples import imagine, named_tensors
+from hap.examples import imagine
 from hap.given import outside_inference
 from hap.groups import Site
 from hap.implants import ChannelImplant, ImplantModule
 from hap.plans import Plan
 from hap.turning import turned
+from hap.walking import named_tensors
 
 
 def apply_(

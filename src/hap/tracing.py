@@ -22,7 +22,7 @@ from hap.blocks import heads
 from hap.capturing import Captured, capture, check_runs
 from hap.entries import Arguments, Entry, find_entries
 from hap.errors import HapError
-from hap.examples import describe, named_tensors
+from hap.examples import describe
 from hap.extents import note_given
 from hap.garbage import left_for_later
 from hap.groups import (
@@ -47,6 +47,7 @@ from hap.staying import ASKED, OUTPUT, STREAM, find_untouched
 from hap.training_only import ALONE, TrainingOnly, training_only
 from hap.trials import Trial, tried
 from hap.untold import telling_example
+from hap.walking import named_tensors
 from hap.weights import View
 
 COUPLINGS = ("joint", "union")

@@ -103,6 +103,7 @@ class Trial:
         self.repeats, self.attributes = repeats, candidates
         self.cost = CostModel(self.groups)
         self.further: list[Trial] = []
+        self.reaches: dict[str, Ints] = {}
         self.reads: Reads | None = None
         self.watched: set[str] = set()
         asked = [x for i, x in enumerate(candidates) if i not in repeats.lengths]
@@ -166,8 +167,10 @@ class Trial:
                 trial.reads.end()
 
     def _reach(self, name: str) -> Ints:
-        classes = self.groups[name].classes
-        return np.concatenate([classes, self.groups.streams(classes)])
+        if name not in self.reaches:
+            classes = self.groups[name].classes
+            self.reaches[name] = np.concatenate([classes, self.groups.streams(classes)])
+        return self.reaches[name]
 
     def _spanned(self, name: str) -> bool:
         return not self.groups.spanned.isdisjoint(self._reach(name).tolist())

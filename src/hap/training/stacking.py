@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.examples import named_tensors
 from hap.training.run import Run
 from hap.training.update import Update, lay_out
+from hap.walking import named_tensors
 
 KINDS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
 """Layers with tensors of their own that a stack can hold."""
