@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ from checks import (
     snapshot,
     traced,
 )
+from hap.cutting import cut_tensors
 from hap.fewer_heads import FewerHeads
 from hap.groups import Groups
+from hap.plans import Cut
 
 SPANNED = ("group_norm_few", "layer_norm_mlp", "layer_norm_without_affine", "rms_norm_mlp", "convnext_block",
            "standardised_weight", "weight_normalised", "spatial_attention")  # fmt: skip
@@ -327,3 +330,16 @@ def test_integers_follow_weights_that_a_hook_computes() -> None:
     assert (each.groups, each.in_channels, each.out_channels, model[0].out_channels) == (3, 3, 3, 3)
     assert each.weight.shape == each.weight_orig.shape == each.weight_mask.shape == (3, 1, 3, 3)
     torch.testing.assert_close(model(example), wanted)
+
+
+@pytest.mark.parametrize("shape", [(1500, 1100), (700, 300, 3, 3)])
+def test_a_large_matrix_is_cut_along_both_axes_as_a_small_one_is(shape: tuple[int, ...]) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.randn(shape))
+    layer.last = nn.Parameter(torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1))
+    keep = tuple(tuple(torch.randperm(size)[: size // 2 + 1].tolist()) for size in shape[:2])
+    order = [(name, dim) for name in ("weight", "last") for dim in (1, 0)]
+    plan = SimpleNamespace(cuts=tuple(Cut(name, dim, shape[dim], keep[dim]) for name, dim in order))
+    for name, shorter in cut_tensors(layer, plan).items():  # type: ignore[arg-type]
+        assert torch.equal(shorter, getattr(layer, name)[list(keep[0])][:, list(keep[1])]), name
+    assert [*cut_tensors(layer, plan, {"last"})] == ["last"]  # type: ignore[arg-type]

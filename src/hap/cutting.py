@@ -18,15 +18,37 @@ from hap.plans import Cut, Plan
 from hap.recurrent import follow_weights_
 from hap.walking import named_tensors
 
+LARGE = 1 << 20
+"""How many elements a matrix has at least that is cut a few rows at a time."""
+
 
 def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> dict[str, Tensor]:
     """What the plan leaves of the tensors that it cuts, or of those with these names."""
     tensors = named_tensors(model)
-    shorter: dict[str, Tensor] = {}
+    cuts: dict[str, list[Cut]] = {}
+    for cut in plan.cuts:
+        if names is None or cut.name in names:
+            cuts.setdefault(cut.name, []).append(cut)
     with torch.no_grad():
-        for cut in (c for c in plan.cuts if names is None or c.name in names):
-            shorter[cut.name] = shortened(shorter.get(cut.name, tensors[cut.name].detach()), cut)
-    return shorter
+        return {name: _shortened_by(tensors[name].detach(), some) for name, some in cuts.items()}
+
+
+def _shortened_by(tensor: Tensor, cuts: list[Cut]) -> Tensor:
+    """What several cuts leave. Of a large matrix a few rows at a time, so that what the first cut leaves of it is never
+    written out whole: memory that is new to a process takes longer to get than to fill."""
+    if {cut.dim for cut in cuts} == {0, 1} and tensor.numel() >= LARGE and tensor.is_contiguous():
+        rows, columns = (_index(cut, tensor) for cut in sorted(cuts, key=lambda cut: cut.dim))
+        shorter = tensor.new_empty(len(rows), len(columns), *tensor.shape[2:])
+        for some, place in zip(rows.split(step := _rows_at_once(tensor)), shorter.split(step), strict=True):
+            torch.index_select(tensor.index_select(0, some), 1, columns, out=place)
+        return shorter
+    for cut in cuts:
+        tensor = shortened(tensor, cut)
+    return tensor
+
+
+def _rows_at_once(tensor: Tensor) -> int:
+    return max(1, LARGE // (4 * tensor[0].numel()))
 
 
 def operate_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
@@ -96,8 +118,11 @@ def _replace_data(tensor: Tensor, shorter: Tensor) -> None:
 
 
 def shortened(tensor: Tensor, cut: Cut) -> Tensor:
-    index = torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
-    return tensor.index_select(cut.dim, index).contiguous(memory_format=_format(tensor))
+    return tensor.index_select(cut.dim, _index(cut, tensor)).contiguous(memory_format=_format(tensor))
+
+
+def _index(cut: Cut, tensor: Tensor) -> Tensor:
+    return torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
