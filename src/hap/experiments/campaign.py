@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +18,11 @@ import hap
 from hap.checkpoint import load, read, save
 from hap.data import Data
 from hap.errors import HapError
+from hap.experiments import batches
+from hap.experiments.batches import Batch
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.starting import IMAGES, BorrowedStep, Known, Step, describe, opened, prune
-from hap.files import write_json
+from hap.files import check_writable, write_json
 from hap.masking import dense_form, pruned_form, trains_alike
 from hap.plans import Plan
 from hap.provenance import provenance
@@ -77,6 +78,11 @@ class Folders:
     def started(self, name: str) -> Path:
         return self.work / f"{name}-start.safetensors"
 
+    def check(self) -> None:
+        """Refuse folders that cannot be written to before the work, not after it."""
+        for folder in (self.results, self.networks, self.work):
+            check_writable(folder)
+
 
 def pending(jobs: Sequence[Job], folders: Folders) -> list[Job]:
     """Jobs that can run now and have no result, in the order given.
@@ -124,18 +130,45 @@ DEFAULT = Manner()
 
 def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner = DEFAULT,
              seconds: float | None = None, revision: str | None = None, say: Say = print) -> None:  # fmt: skip
-    """Train what is pending and stop in time for `seconds`.
+    """Train what is pending and stop in time for `seconds`, at the end of an epoch.
 
-    Interrupted jobs go on where they stopped when the same jobs are pending in the same order.
+    What an earlier call left unfinished is gone on with first, in whatever company it was.
     """
+    if seconds is not None and seconds <= 0:
+        raise HapError(f"seconds is {seconds}; expected how long to train at the most, more than 0")
+    folders.check()
+    if lost := batches.unknown(folders.work):
+        say(f"these states name no runs, so only the command that began them could go on with them: {', '.join(lost)}")
     begun = time.monotonic()
     while queue := pending(jobs, folders):
-        chosen = [j for j in queue if _alike(j, queue[0])][: manner.together]
         left = None if seconds is None else seconds - (time.monotonic() - begun)
         if left is not None and left <= 0:
             return
-        if not _train(chosen, data, folders, manner, left, revision, say):
+        batch = _interrupted(queue, folders, manner, say) or _next(queue, folders, manner)
+        named = {job.name: job for job in queue}
+        if not _train(batch, [named[name] for name in batch.jobs], data, folders, manner, left, revision, say):
             return
+
+
+def _interrupted(queue: Sequence[Job], folders: Folders, manner: Manner, say: Say) -> Batch | None:
+    """What of these jobs has a state, up to `together` of one batch; the state of its other jobs stays for later."""
+    names = {job.name for job in queue}
+    for batch in batches.begun(folders.work):
+        if chosen := [name for name in batch.jobs if name in names][: manner.together]:
+            others = [name for name in batch.jobs if name not in chosen and not _is_recorded(name, folders)]
+            say(f"going on with {', '.join(chosen)}, begun in {batch.folder}")
+            return batches.only(batch, chosen, others)
+    return None
+
+
+def _is_recorded(name: str, folders: Folders) -> bool:
+    return folders.result(name).exists() and folders.network(name).exists()
+
+
+def _next(queue: Sequence[Job], folders: Folders, manner: Manner) -> Batch:
+    """The first job with others that train beside it."""
+    chosen = [job.name for job in queue if _alike(job, queue[0])][: manner.together]
+    return batches.new_batch(folders.work, chosen, manner.masked_from)
 
 
 def prepare(jobs: Sequence[Job], data: Data, folders: Folders, say: Say = print) -> None:
@@ -169,27 +202,28 @@ class Trainee:
         return pruned_form(self.model, self.plan, example_of(data))
 
 
-def _train(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
+def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
            revision: str | None, say: Say) -> bool:  # fmt: skip
-    """One batch of jobs; True when they are finished and recorded."""
+    """One batch of jobs; True when they are finished and recorded, and their state is needed no more."""
     begun = time.monotonic()
     _prune(jobs, data, folders, say)
-    trainees = [_trainee(job, data, folders, manner.masked_from) for job in jobs]
+    trainees = [_trainee(job, data, folders, batch.masked_from) for job in jobs]
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
-    name = hashlib.sha256("\n".join(job.name for job in jobs).encode()).hexdigest()[:12]
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
     histories = train_many(
         [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
-        masks=[t.masks for t in trainees], checkpoint_dir=folders.work / name, seconds=left, progress=False,
+        masks=[t.masks for t in trainees], checkpoint_dir=batch.folder, seconds=left, progress=False,
         stack=manner.stack, compiled=manner.compiled,
     )  # fmt: skip
     done = True
     for job, trainee, history in zip(jobs, trainees, histories, strict=True):
         say(f"{job.name}: {history.epochs}/{job.recipe.epochs} epochs, test accuracy {history.final_accuracy}")
         if history.epochs == job.recipe.epochs:
-            _record(job, trainee, history, data, folders, len(jobs), revision)
+            _record(job, trainee, history, data, folders, batch.side_by_side, revision)
         done &= history.epochs == job.recipe.epochs
     say(f"{sum(h.images_per_second[-1] for h in histories):.0f} images/s, {len(jobs)} networks side by side")
+    if done:
+        batch.remove()
     return done
 
 
@@ -290,12 +324,13 @@ def status(jobs: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
             "waiting": [j.name for j in jobs if j.name not in ready and j.name not in done]}  # fmt: skip
 
 
-def select(jobs: Sequence[Job], target: str, pattern: str = "*") -> list[Job]:
+def select(jobs: Sequence[Job], target: str, pattern: str = "*", others: Sequence[str] = ()) -> list[Job]:
     """The jobs of a table or figure, by its name, with the dense networks that they start from; "all" for every one.
-    With a `pattern` such as `*-seed0`, those of them whose names match it."""
-    known = sorted({t for j in jobs for t in j.targets})
+    With a `pattern` such as `*-seed0`, those of them whose names match it. `others` are targets that are not of jobs,
+    for who errs."""
+    known = {t for j in jobs for t in j.targets}
     if target != "all" and target not in known:
-        raise HapError(f"target is {target!r}; expected all or one of {', '.join(known)}")
+        raise HapError(f"target is {target!r}; expected all or one of {', '.join(sorted({*known, *others}))}")
     chosen = [j for j in jobs if (target == "all" or target in j.targets) and fnmatch(j.name, pattern)]
     if not chosen:
         raise HapError(f"no run of {target} is named like {pattern!r}; hap reproduce {target} --status lists them")

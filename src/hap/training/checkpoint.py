@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from hap.files import write_atomic
 from hap.training.run import History, Run
 
 FORMAT = "hap-training-1"
+STATE = "training.safetensors"
+"""The file in a folder of checkpoints."""
 # A checkpoint is due once this many times the last write's duration has gone by, which caps the cost near 5%.
 WORK_PER_WRITE = 20
 
@@ -51,8 +54,7 @@ class Checkpoint:
             "recipes": [run.recipe.to_dict() for run in self.runs],
             "histories": [run.history.to_dict() for run in self.runs],
         }
-        text = json.dumps(metadata, allow_nan=False)
-        write_atomic(self.path, lambda path: save_file(tensors, path, metadata={"hap": text}))
+        _write(self.path, metadata, tensors)
         self.written = time.monotonic()
         self.cost = self.written - begun
 
@@ -85,6 +87,18 @@ class Checkpoint:
         )
 
 
+def divide(path: Path, models: Sequence[int], out: Path) -> None:
+    """Write the state of some of the models that trained side by side, which do not depend on each other, as that of
+    a training of their own."""
+    metadata, tensors = _read(path)
+    own = {key: [metadata[key][index] for index in models] for key in ("wiring", "recipes", "histories")}
+    part: dict[str, Tensor] = {}
+    for place, index in enumerate(models):
+        prefix = f"{index}."
+        part |= {f"{place}.{n.removeprefix(prefix)}": t for n, t in tensors.items() if n.startswith(prefix)}
+    _write(out, metadata | own, part)
+
+
 def wiring(run: Run) -> str:
     """A digest of the buffers that no state dict holds, such as where a pruned branch meets a stream, and of masks."""
     stored = run.model.state_dict()
@@ -93,6 +107,11 @@ def wiring(run: Run) -> str:
     for name, mask in run.masks.items():
         digest.update(name.encode() + mask.bool().contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    text = json.dumps(metadata, allow_nan=False)
+    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.examples import evaluating
 from hap.recipes import Recipe
-from hap.training.checkpoint import Checkpoint
+from hap.training.checkpoint import STATE, Checkpoint
 from hap.training.evaluation import device_of, evaluate
 from hap.training.graph import Captured, Step, in_turn
 from hap.training.report import Report
@@ -81,7 +81,7 @@ def train_many(
     """
     if stack < 1:
         raise HapError(f"stack is {stack}; expected how many models may run as one network, 1 for none")
-    path = None if checkpoint_dir is None else Path(checkpoint_dir) / "training.safetensors"
+    path = None if checkpoint_dir is None else Path(checkpoint_dir) / STATE
     given: list[nn.Module | None] = [None] * len(models) if teachers is None else list(teachers)
     held: list[Masks | None] = [None] * len(models) if masks is None else list(masks)
     own = list(models), data, list(recipes), given, held
