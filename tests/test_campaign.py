@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 import hap
 from hap.cli import app
 from hap.data import Data, Split
-from hap.experiments import sensitivity, starting
+from hap.experiments import campaign, sensitivity, starting
 from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, prepare, select, status, work_off
 from hap.experiments.cifar10 import headline_networks
 from hap.experiments.cifar10 import jobs as cifar10_jobs
@@ -22,7 +25,7 @@ from hap.experiments.config import PruneStep
 from hap.experiments.sensitivity import Look
 from hap.experiments.starting import BorrowedStep, EigenStep, opened
 from hap.files import write_json
-from hap.training import stacking
+from hap.training import loop, stacking
 
 ROOT = Path(__file__).parents[1]
 
@@ -233,6 +236,168 @@ def test_targets_select_jobs_with_the_dense_ones_they_need_and_unknown_ones_are_
         select(jobs, "rows", "x*")
     with pytest.raises(hap.HapError, match=r"target is 'nothing'.*rows, tables"):
         select(jobs, "nothing")
+
+
+# ---- what was interrupted -----------------------------------------------------------------------------------
+
+
+def twins(epochs: int, count: int = 3) -> list[Job]:
+    """Jobs that differ in their seed, so that they train side by side."""
+    one = make_jobs(epochs)[0]
+    return [replace(one, name=f"seed{s}", recipe=replace(one.recipe, seed=s)) for s in range(count)]
+
+
+def losses(folders: Folders, jobs: Sequence[Job]) -> list[list[float]]:
+    return [json.loads(folders.result(job.name).read_text())["history"]["loss"] for job in jobs]
+
+
+def undisturbed(folders: Folders, data: Data, jobs: Sequence[Job]) -> list[list[float]]:
+    """The losses of the same jobs, trained elsewhere in one go."""
+    place = Folders(folders.results / "whole", folders.networks / "whole", folders.work.with_name("whole"))
+    work_off(jobs, data, place, Manner(stack=1), say=quiet)
+    return losses(place, jobs)
+
+
+def count_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets, for each epoch of training from now on, how many networks take part in it."""
+    trained: list[int] = []
+    run_epoch = loop._run_epoch
+    monkeypatch.setattr(loop, "_run_epoch", lambda runs, *a: trained.append(len(runs)) or run_epoch(runs, *a))
+    return trained
+
+
+def test_finished_networks_are_recorded_later_where_recording_was_cut_short(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = twins(1)
+    record = campaign._record
+
+    def cut_short(job: Job, *rest: Any) -> None:
+        if job is jobs[1]:
+            raise KeyboardInterrupt
+        record(job, *rest)
+
+    monkeypatch.setattr(campaign, "_record", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        work_off(jobs, data, folders, Manner(stack=1), say=quiet)
+    monkeypatch.undo()
+    assert status(jobs, folders)["done"] == ["seed0"]
+    trained = count_epochs(monkeypatch)
+    work_off(jobs[2:], data, folders, Manner(together=1), say=quiet)
+    assert status(jobs, folders)["done"] == ["seed0", "seed2"]
+    work_off(jobs, data, folders, Manner(together=1), say=quiet)
+    assert trained == [] and not list(folders.work.rglob("*.safetensors"))
+    assert json.loads(folders.result("seed1").read_text())["side_by_side"] == 3
+    assert losses(folders, jobs) == undisturbed(folders, data, jobs)
+
+
+def test_a_batch_goes_on_whatever_is_asked_for_next(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, said = twins(3), []
+    other = replace(make_jobs(1)[0], name="other", model="resnet32")
+    trained = count_epochs(monkeypatch)
+    work_off(jobs, data, folders, Manner(stack=1), seconds=1e-3, say=quiet)
+    work_off(jobs[1:2], data, folders, Manner(together=8, stack=1), say=said.append)
+    assert status(jobs, folders)["done"] == ["seed1"] and trained == [3, 1, 1]
+    assert said[0].startswith("going on with seed1, begun in ")
+    work_off([other, *jobs], data, folders, Manner(together=4, stack=1, masked_from=2.0), say=quiet)
+    assert trained == [3, 1, 1, 2, 2, 1], "what was interrupted comes first, without its first epoch"
+    assert losses(folders, jobs) == undisturbed(folders, data, jobs)
+
+
+def test_fewer_networks_may_go_on_together_than_began(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = twins(2)
+    work_off(jobs, data, folders, Manner(stack=1), seconds=1e-3, say=quiet)
+    trained = count_epochs(monkeypatch)
+    work_off(jobs, data, folders, Manner(together=2, stack=1), say=quiet)
+    assert trained == [2, 1]
+    assert losses(folders, jobs) == undisturbed(folders, data, jobs)
+
+
+def test_a_batch_goes_on_in_the_shape_that_it_began_in(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    job = make_jobs(2)[1]
+    work_off([job], data, folders, Manner(masked_from=0.0), seconds=1e-3, say=quiet)
+    work_off([job], data, folders, Manner(masked_from=2.0), say=quiet)
+    assert json.loads(folders.result(job.name).read_text())["trained"] == "masked"
+
+
+def test_states_that_cannot_be_used_are_named(data: Data, folders: Folders) -> None:
+    jobs, said = twins(2, 1), []
+    work_off(jobs, data, folders, seconds=1e-3, say=quiet)
+    note = next(folders.work.rglob("batch.json"))
+    note.write_text("{")
+    stray = folders.work / "stray" / "training.safetensors"
+    stray.parent.mkdir()
+    stray.touch()
+    work_off(twins(1, 2)[1:], data, folders, say=said.append)
+    assert f"{stray} (no batch.json beside it)" in said[0]
+    assert f"{note.with_name('training.safetensors')} (batch.json beside it is damaged" in said[0]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = count_epochs(monkeypatch)
+    for folder in (folders.results, folders.networks, folders.work):
+        folder.write_text("a file")
+        with pytest.raises(hap.HapError, match=f"cannot write {folder}.*a folder you may write to"):
+            work_off(make_jobs(1), data, folders, say=quiet)
+        folder.unlink()
+    assert trained == []
+
+
+def test_only_more_than_no_time_may_be_given(data: Data, folders: Folders) -> None:
+    for seconds in (0, -3):
+        with pytest.raises(hap.HapError, match=f"seconds is {seconds}; expected .* more than 0"):
+            work_off(make_jobs(1), data, folders, seconds=seconds)
+        found = CliRunner().invoke(app, ["reproduce", "vgg16", "--status", "--seconds", str(seconds)])
+        assert found.exit_code == 2 and f"--seconds is {seconds}; expected" in found.output
+
+
+def test_a_stop_in_time_says_what_is_left_and_how_to_go_on(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = importlib.import_module("hap.cli.reproduce")
+    monkeypatch.setattr(command, "jobs", lambda: twins(2))
+    monkeypatch.setattr(hap.data, "load", lambda *_, **__: data)
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+    begun = ["reproduce", "tables", "--data", "there", *places]
+    found = CliRunner().invoke(app, [*begun, "--seconds", "0.001"])
+    assert found.exit_code == 0, found.output
+    assert "stopped for --seconds 0.001: 3 of 3 runs could go on or begin; the same command does so" in found.output
+    assert "hap reproduce tables --status lists what is left" in found.output
+    found = CliRunner().invoke(app, [*begun, "--jobs", "seed?"])
+    assert found.exit_code == 0 and "stopped" not in found.output and "2/2 epochs" in found.output
+
+
+def test_patterns_choose_among_looks_as_among_runs(tmp_path: Path) -> None:
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+
+    def names(*arguments: str) -> list[str]:
+        found = CliRunner().invoke(app, ["reproduce", *arguments, "--status", *places])
+        assert found.exit_code == 0, found.output
+        return [words[0] for line in found.output.splitlines() if len(words := line.split()) == 3]
+
+    timed = [f"sensitivity-seconds-{model}" for model in ("resnet56", "preresnet29", "wide_resnet32")]
+    assert names("all", "--jobs", "sensitivity-sec*") == timed == names("sensitivity", "--jobs", "*-seconds-*")
+    dense = "resnet56-dense-paper-seed0"
+    assert names("sensitivity", "--jobs", "*probes") == [dense, "sensitivity-probes"]
+    assert names("all", "--jobs", "resnet56-dense-paper-seed0") == [dense]
+    found = CliRunner().invoke(app, ["reproduce", "sensitivity", "--jobs", "probes", "--status", *places])
+    assert found.exit_code == 2
+    assert "no run of sensitivity is named like 'probes'; expected one of sensitivity-layers, " in found.output
+
+
+def test_no_look_begins_when_the_time_is_up(data: Data, folders: Folders) -> None:
+    looks = [Look(f"seconds{i}", "resnet20", "seconds", probes=2) for i in range(2)]
+    sensitivity.take(looks, data, folders, "abc", quiet, seconds=0)
+    assert sensitivity.status(looks, folders)["done"] == []
+    sensitivity.take(looks, data, folders, "abc", quiet, seconds=0.01)
+    assert sensitivity.status(looks, folders)["done"] == ["seconds0"]
 
 
 # ---- the paper's jobs ---------------------------------------------------------------------------------------

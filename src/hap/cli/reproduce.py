@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +45,10 @@ def reproduce(
     masked_from: Annotated[
         float, typer.Option(help="Train pruned networks in their dense shape from this share of FLOPs left; 2: never.")
     ] = MASKED_FROM,
-    seconds: Annotated[float | None, typer.Option(help="Stop in time for this many seconds, to go on later.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Stop in time for this many seconds, at the end of an epoch, of one at least; go on later."),
+    ] = None,
     results: Annotated[Path, typer.Option(help="One result file per run.")] = Path("results/cifar10"),
     networks: Annotated[Path, typer.Option(help="Finished networks, in half precision.")] = Path("zoo"),
     work: Annotated[Path, typer.Option(help="What resuming needs.")] = Path("runs/cifar10"),
@@ -65,32 +70,55 @@ def reproduce(
     if render:
         _render(folders, page)
         return
-    looks = sensitivity.looks(dense_name("resnet56", "paper", 0)) if target in ("all", sensitivity.TARGET) else []
-    chosen = _jobs(target, looks, only)
+    if seconds is not None and seconds <= 0:
+        raise HapError(f"--seconds is {seconds:g}; expected how long to train at the most, more than 0")
+    chosen, looks = _choose(target, only)
     if state or data is None:
         _show(chosen, looks, folders)
         return
+    folders.check()
     loaded = hap.data.load(data, device=pick_device(device))
     with resumable("the same command goes on where it stopped"):
         if prepare:
             prune_for(chosen, loaded, folders, _say)
             return
         _work(chosen, looks, loaded, folders, Manner(together, stack, compiled, masked_from), seconds, revision)
+    if seconds is not None and (found := _ready(chosen, looks, folders)):
+        _say(f"stopped for --seconds {seconds:g}: {found} of {len(chosen) + len(looks)} runs could go on or begin; the "
+             f"same command does so, and hap reproduce {target} --status lists what is left")  # fmt: skip
 
 
-def _jobs(target: str, looks: list[Look], pattern: str) -> list[Job]:
-    """The jobs of a target; for the sensitivity figures, the dense network that they look at."""
-    if target != sensitivity.TARGET:
-        return select(jobs(), target, pattern)
-    return [job for job in jobs() if job.name in {look.dense for look in looks}]
+def _choose(target: str, pattern: str) -> tuple[list[Job], list[Look]]:
+    """The jobs and the looks at scores of a target that are named so, with the dense networks that either needs."""
+    every = jobs()
+    about = sensitivity.looks(dense_name("resnet56", "paper", 0)) if target in ("all", sensitivity.TARGET) else []
+    looks = [look for look in about if fnmatch(look.name, pattern)]
+    if target == sensitivity.TARGET and not looks:
+        known = ", ".join(look.name for look in about)
+        raise HapError(f"no run of {target} is named like {pattern!r}; expected one of {known}")
+    trains = target != sensitivity.TARGET and not (looks and not any(fnmatch(job.name, pattern) for job in every))
+    wanted = select(every, target, pattern, (sensitivity.TARGET,)) if trains else []
+    names = {job.name for job in wanted} | {look.dense for look in looks}
+    return [job for job in every if job.name in names], looks
 
 
 def _work(chosen: list[Job], looks: list[Look], data: Data, folders: Folders, manner: Manner, seconds: float | None,
           revision: str | None) -> None:  # fmt: skip
     """Looks are short, so they come first where their networks are there, and again after the training."""
-    sensitivity.take(looks, data, folders, revision, _say)
-    work_off(chosen, data, folders, manner, seconds, revision, _say)
-    sensitivity.take(looks, data, folders, revision, _say)
+    begun = time.monotonic()
+
+    def left() -> float | None:
+        return None if seconds is None else seconds - (time.monotonic() - begun)
+
+    sensitivity.take(looks, data, folders, revision, _say, left())
+    if (some := left()) is None or some > 0:
+        work_off(chosen, data, folders, manner, some, revision, _say)
+    sensitivity.take(looks, data, folders, revision, _say, left())
+
+
+def _ready(chosen: list[Job], looks: list[Look], folders: Folders) -> int:
+    """How many runs could be worked on now: none, unless the time was up."""
+    return len(status(chosen, folders)["ready"]) + len(sensitivity.status(looks, folders)["ready"])
 
 
 def _say(text: str) -> None:

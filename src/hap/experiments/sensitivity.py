@@ -57,9 +57,12 @@ def status(looks: Sequence[Look], folders: Folders) -> dict[str, list[str]]:
 
 
 def take(looks: Sequence[Look], data: Data, folders: Folders, revision: str | None,
-         say: Callable[[str], None]) -> None:  # fmt: skip
-    """Write the record of every look that can be taken."""
+         say: Callable[[str], None], seconds: float | None = None) -> None:  # fmt: skip
+    """Write the record of every look that can be taken. With `seconds`, none begins after so many."""
+    begun = time.monotonic()
     for look in pending(looks, folders):
+        if seconds is not None and time.monotonic() - begun >= seconds:
+            return
         say(f"{look.name}: scoring")
         model = fresh(look.model, data.classes)
         if look.dense is not None:
