@@ -19,7 +19,7 @@ from hap.cli import app
 from hap.data import Data, Split
 from hap.experiments import campaign, sensitivity, starting
 from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, prepare, select, status, work_off
-from hap.experiments.cifar10 import headline_networks
+from hap.experiments.cifar10 import headline_networks, load_data
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
 from hap.experiments.sensitivity import Look
@@ -363,7 +363,7 @@ def test_a_stop_in_time_says_what_is_left_and_how_to_go_on(
 ) -> None:
     command = importlib.import_module("hap.cli.reproduce")
     monkeypatch.setattr(command, "jobs", lambda: twins(2))
-    monkeypatch.setattr(hap.data, "load", lambda *_, **__: data)
+    monkeypatch.setattr(command, "load_data", lambda *_: data)
     places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
     begun = ["reproduce", "tables", "--data", "there", *places]
     found = CliRunner().invoke(app, [*begun, "--seconds", "0.001"])
@@ -398,6 +398,65 @@ def test_no_look_begins_when_the_time_is_up(data: Data, folders: Folders) -> Non
     assert sensitivity.status(looks, folders)["done"] == []
     sensitivity.take(looks, data, folders, "abc", quiet, seconds=0.01)
     assert sensitivity.status(looks, folders)["done"] == ["seconds0"]
+
+
+def test_runs_that_wait_for_plans_of_another_library_are_no_success(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = importlib.import_module("hap.cli.reproduce")
+    places = {what: tmp_path / what for what in ("results", "networks", "work")}
+    put_dense(Folders(*places.values()))
+    job = replace(make_jobs(1)[1], name="b", prune=BorrowedStep("theirs", 0.95, "taylor"))
+    monkeypatch.setattr(command, "jobs", lambda: [make_jobs(1)[0], job])
+    monkeypatch.setattr(command, "load_data", lambda *_: data)
+    asked = ["reproduce", "rows", "--data", "there", *(f"--{what}={place}" for what, place in places.items())]
+    plan = places["results"] / "plans" / "theirs.json"
+    found = CliRunner().invoke(app, asked)
+    words = " ".join(found.output.split())
+    assert found.exit_code == 2 and f"1 of 2 runs wait for what Torch-Pruning removes, the first for {plan}" in words
+    assert f"torch_pruning_plans.py --data there --networks {places['networks']} --out {plan.parent}" in words
+    plan.parent.mkdir()
+    for damaged, why in (
+        ("{", "cannot be read: .*"),
+        ("[]", "it holds list, .*"),
+        ("{}", "it has no coupling, removed"),
+    ):
+        plan.write_text(damaged)
+        with pytest.raises(hap.HapError, match=rf"theirs\.json .*{why}; make it again with benchmarks"):
+            work_off([job], data, Folders(*places.values()), say=quiet)
+
+
+def put_cifar10(folder: Path, images: int) -> None:
+    """The archive's files with so many images in each of the six."""
+    archive = folder / "cifar-10-batches-bin"
+    archive.mkdir(parents=True)
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        (archive / f"{name}.bin").write_bytes(bytes(3073 * images))
+
+
+def test_data_that_is_not_all_of_cifar10_is_refused_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_cifar10(tmp_path / "some", 4)
+    assert len(load_data(tmp_path / "some", whole=False).train) == 20
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+    monkeypatch.chdir(tmp_path)
+
+    def told(data: str) -> str:
+        found = CliRunner().invoke(app, ["reproduce", "vgg16", "--data", data, *places])
+        assert found.exit_code == 2
+        return found.output
+
+    assert "some holds 20 training and 4 test images of 3 x 32 x 32 in 10 classes; expected 50,000" in told("some")
+    for name in ("digits", "cifar10"):
+        found = told(name)
+        assert f"{name} is not a folder: expected the folder that holds cifar-10-batches-bin" in found
+        assert "--data-root" not in found
+
+
+def test_unknown_targets_are_answered_with_all_that_there_are() -> None:
+    found = CliRunner().invoke(app, ["reproduce", "nothing", "--status"])
+    assert found.exit_code == 2 and "sensitivity" in found.output
 
 
 # ---- the paper's jobs ---------------------------------------------------------------------------------------

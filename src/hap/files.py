@@ -1,10 +1,10 @@
-"""Writing files so that a reader, or a run cut short, never sees half of one."""
+"""Writing files so that a reader, or a run cut short, never sees half of one, and reading what may be damaged."""
 
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,19 @@ def write_json(path: str | Path, obj: Any) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write text, atomically."""
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_record(path: Path, keys: Sequence[str], advice: str) -> dict[str, Any]:
+    """A JSON file with these keys at least; HapError, with `advice` on what to do, if it is damaged."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HapError(f"{path} cannot be read: {error}; {advice}") from error
+    if not isinstance(record, dict):
+        raise HapError(f"{path} is damaged: it holds {type(record).__name__}, expected an object of JSON; {advice}")
+    if missing := [key for key in keys if key not in record]:
+        raise HapError(f"{path} is damaged: it has no {', '.join(missing)}; {advice}")
+    return record
 
 
 def check_writable(folder: str | Path) -> None:

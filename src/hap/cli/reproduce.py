@@ -15,9 +15,19 @@ from hap.cli.screen import out, resumable, table, wrote
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments import sensitivity
-from hap.experiments.campaign import MASKED_FROM, Folders, Job, Manner, estimate, select, status, work_off
+from hap.experiments.campaign import (
+    MASKED_FROM,
+    Folders,
+    Job,
+    Manner,
+    estimate,
+    missing_plans,
+    select,
+    status,
+    work_off,
+)
 from hap.experiments.campaign import prepare as prune_for
-from hap.experiments.cifar10 import dense_name, headline_networks, jobs
+from hap.experiments.cifar10 import dense_name, headline_networks, jobs, load_data
 from hap.experiments.networks import pick_device
 from hap.experiments.sensitivity import Look
 
@@ -77,7 +87,9 @@ def reproduce(
         _show(chosen, looks, folders)
         return
     folders.check()
-    loaded = hap.data.load(data, device=pick_device(device))
+    loaded = load_data(data, pick_device(device))
+    if missing_plans(chosen, folders):
+        _say(_plans_to_make(chosen, folders, data))
     with resumable("the same command goes on where it stopped"):
         if prepare:
             prune_for(chosen, loaded, folders, _say)
@@ -86,6 +98,18 @@ def reproduce(
     if seconds is not None and (found := _ready(chosen, looks, folders)):
         _say(f"stopped for --seconds {seconds:g}: {found} of {len(chosen) + len(looks)} runs could go on or begin; the "
              f"same command does so, and hap reproduce {target} --status lists what is left")  # fmt: skip
+    elif missing_plans(chosen, folders):
+        raise HapError(_plans_to_make(chosen, folders, data))
+
+
+def _plans_to_make(chosen: list[Job], folders: Folders, data: str) -> str:
+    """What keeps runs beside another library waiting, and the way out."""
+    files = missing_plans(chosen, folders)
+    return (
+        f"{len(files)} of {len(chosen)} runs wait for what Torch-Pruning removes, the first for {files[0]}; once the "
+        f"dense network is trained, make the files by python benchmarks/torch_pruning_plans.py --data {data} "
+        f"--networks {folders.networks} --out {folders.plans}"
+    )
 
 
 def _choose(target: str, pattern: str) -> tuple[list[Job], list[Look]]:
@@ -142,9 +166,11 @@ def _show(chosen: list[Job], looks: list[Look], folders: Folders) -> None:
 
 def _render(folders: Folders, page: Path) -> None:
     from hap.report.results import write_results
+    from hap.report.rows import read_records
 
     if not any(folders.results.glob("*.json")):
         raise HapError(f"there is no result file in {folders.results}: name the folder that has them with --results")
+    read_records(folders.results)  # so that nothing is written where a file is damaged
     manifest = hap.zoo.write_manifest(headline_networks(), folders.networks, folders.results)
     for path in [*write_results(folders, page, manifest), folders.networks / hap.zoo.MANIFEST]:
         wrote(path)

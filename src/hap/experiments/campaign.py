@@ -96,9 +96,14 @@ def pending(jobs: Sequence[Job], folders: Folders) -> list[Job]:
 
 
 def _can_start(job: Job, folders: Folders) -> bool:
-    if isinstance(job.prune, BorrowedStep) and not (folders.plans / f"{job.prune.name}.json").exists():
-        return False
-    return _has_dense(job, folders)
+    return not missing_plans([job], folders) and _has_dense(job, folders)
+
+
+def missing_plans(jobs: Sequence[Job], folders: Folders) -> list[Path]:
+    """The files of other libraries' choices that jobs without a result wait for."""
+    left = [j for j in jobs if not folders.result(j.name).exists()]
+    files = [folders.plans / f"{j.prune.name}.json" for j in left if isinstance(j.prune, BorrowedStep)]
+    return [file for file in files if not file.exists()]
 
 
 def _has_dense(job: Job, folders: Folders) -> bool:

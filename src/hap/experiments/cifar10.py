@@ -12,8 +12,14 @@ Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of a
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import torch
+
+import hap
 from hap import recipes
+from hap.data import Data
+from hap.errors import HapError
 from hap.experiments.campaign import Job
 from hap.experiments.config import PruneStep
 from hap.experiments.starting import IMAGES, BorrowedStep, EigenStep, Step
@@ -330,3 +336,25 @@ def headline_networks() -> dict[str, str]:
         elif "best" in job.targets and step.implant:
             chosen.setdefault(f"{short(job.model)}-cifar10-best-{percent}", job.name)
     return chosen
+
+
+# ---- data ---------------------------------------------------------------------------------------------------
+
+WHOLE = (50_000, 10_000, (3, 32, 32), 10)
+"""CIFAR-10: training images, test images, the shape of one, classes."""
+
+
+def load_data(folder: str | Path, device: torch.device | None = None, whole: bool = True) -> Data:
+    """CIFAR-10 from a folder. Figures on less than all of it say nothing about the paper's: `whole=False` takes it
+    nevertheless."""
+    data = hap.data.load("cifar10", root=folder, device=device)
+    found = (len(data.train), len(data.test), tuple(data.train.images.shape[1:]), data.classes)
+    if whole and found != WHOLE:
+        raise HapError(f"{folder} holds {_in_words(*found)}; expected {_in_words(*WHOLE)}, which is all of CIFAR-10: "
+                       "unpack the whole archive")  # fmt: skip
+    return data
+
+
+def _in_words(train: int, test: int, shape: tuple[int, ...], classes: int) -> str:
+    size = " x ".join(map(str, shape))
+    return f"{train:,} training and {test:,} test images of {size} in {classes} classes"

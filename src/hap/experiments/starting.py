@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from hap.errors import HapError
 from hap.experiments.config import PruneStep
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.steps import calibration, prune_step, score_step
+from hap.files import read_record
 from hap.plans import Plan
 from hap.scoring import Scores
 
@@ -83,7 +83,7 @@ def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, imag
 
 def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:
     """Remove from the model, in place, what a file of another library's choices lists by group."""
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_record(path, ("coupling", "removed"), "make it again with benchmarks/torch_pruning_plans.py")
     example = example_of(data).to(next(iter(model.parameters())).device)
     groups = hap.trace(model, example, record["coupling"])
     plan = hap.draft(groups, record["removed"])
