@@ -5,7 +5,7 @@
 An implant that starts at zero puts out zeros, which BatchNorm turns into its bias. Where that is negative and a ReLU
 follows, zeros go on and no gradient comes back, so neither the implant nor the bias ever changes sign. Reads the
 networks with implants that are in zoo/, where `hap reproduce implants` puts them, and writes
-results/cifar10/implants-from-zero.json.
+results/cifar10/implants-from-zero.json. What that says of networks that are not in zoo/ any more stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hap.experiments.campaign import Job
 from hap.experiments.cifar10 import jobs
 from hap.experiments.config import PruneStep
 from hap.experiments.networks import fresh
-from hap.files import write_json
+from hap.files import read_record, write_json
 from hap.provenance import provenance
 
 ZOO, OUT = Path("zoo"), Path("results/cifar10/implants-from-zero.json")
@@ -48,9 +48,18 @@ def count(job: Job) -> dict[str, Any]:
             "negative_bias": int(below.sum()), "zero_and_negative_bias": int((still & below).sum())}  # fmt: skip
 
 
+def known() -> dict[str, dict[str, Any]]:
+    """The rows of the last time by the name of their network."""
+    if not OUT.exists():
+        return {}
+    return {row["network"]: row for row in read_record(OUT, ("rows",), "delete it to count anew")["rows"]}
+
+
 def main() -> None:
     wanted = [job for job in jobs() if job.model == "resnet56" and "-paper-implant" in job.name]
-    rows = [count(job) for job in wanted if network(job.name).exists()]
+    found = known() | {job.name: count(job) for job in wanted if network(job.name).exists()}
+    order = {job.name: place for place, job in enumerate(wanted)}
+    rows = sorted(found.values(), key=lambda row: order.get(row["network"], len(order)))
     write_json(OUT, {"kind": "hap-implants-from-zero", "format": 1, "rows": rows} | provenance())
     for row in rows:
         dead = f"{row['zero']} of {row['implants']} implants are zero"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,16 @@ def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_p
     assert "not reached" not in text
 
 
+def test_counts_of_implants_stay_when_their_networks_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "results" / "cifar10" / "implants-from-zero.json"
+    rows = [{"network": f"resnet56-paper-implant-40.7-seed{s}", "init": "zero", "implants": 9, "zero": s,
+             "negative_bias": 8, "zero_and_negative_bias": 6} for s in range(2)]  # fmt: skip
+    write_json(out, {"rows": rows})
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "benchmarks" / "implants_from_zero.py"))["main"]()
+    assert json.loads(out.read_text())["rows"] == rows
+
+
 def test_the_best_of_many_looks_is_told_beside_the_last(tmp_path: Path) -> None:
     runs = seeds("resnet56-paper-hap-38.74", [0.93])
     text, _ = rendered(tmp_path / "few", runs)
@@ -195,6 +206,25 @@ def test_one_command_writes_page_and_manifest(tmp_path: Path) -> None:
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert row_of(text, "`resnet56-cifar10-hap-implant-40`")[1] == "93.54"
     assert (tmp_path / "images" / "results-resnet56.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [("resnet56-paper-hap-38.74-seed0", "{", "cannot be read"),
+     ("resnet56-paper-hap-38.74-seed0", "[]", "it holds list"),
+     ("resnet56-paper-hap-38.74-seed0", "{}", "it has no name, accuracy, params, hardware, history, dense_accuracy;"),
+     ("sensitivity-shapes", "{}", "it has no images, rows;"), ("sensitivity-seconds-x", "\x00", "cannot be read")],
+)  # fmt: skip
+def test_a_damaged_result_file_is_named_with_what_to_do(tmp_path: Path, name: str, content: str, why: str) -> None:
+    path = tmp_path / "results" / f"{name}.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    places = [f"--{what}={tmp_path / what}" for what in ("results", "networks", "work")]
+    found = CliRunner().invoke(app, ["reproduce", "all", "--render", f"--page={tmp_path / 'page.md'}", *places])
+    words = " ".join(found.output.split())
+    assert found.exit_code == 2 and str(path) in words and why in words
+    assert "get it again from the repository, or delete it and run hap reproduce again" in words
+    assert list(tmp_path.iterdir()) == [path.parent], "nothing is written of a damaged folder"
 
 
 def test_a_folder_without_results_empties_no_zoo(tmp_path: Path) -> None:

@@ -60,6 +60,34 @@ def test_hap_eval_takes_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert unknown.exit_code == 2 and "there is no network 'large' in the zoo; it has small" in unknown.output
 
 
+def test_hap_info_takes_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hap.zoo, "BESIDE", folder)
+    found = CliRunner().invoke(app, ["info", "zoo:small"])
+    assert found.exit_code == 0, found.output
+    assert "run.safetensors, format 1" in " ".join(found.output.split()) and "digits_resnet" in found.output
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b'{"networks": []}', b'{"networks": {"small": {}}}', None])
+def test_a_damaged_manifest_is_named_with_what_to_do(folder: Path, content: bytes | None) -> None:
+    path = folder / "manifest.json"
+    if content is None:
+        found = json.loads(path.read_text())
+        found["networks"]["small"]["accuracy"] = "high"
+        content = json.dumps(found).encode()
+    path.write_bytes(content)
+    with pytest.raises(hap.HapError, match=r"manifest\.json is no manifest of networks \(.*; get it again from the"):
+        hap.zoo.load("small", folder=folder)
+
+
+def test_a_damaged_result_is_named_where_a_manifest_is_made(folder: Path) -> None:
+    results = folder.parent / "results" / "cifar10"
+    bare = {"name": "run", "model": "digits_resnet", "params": 1, "macs": 1}
+    for content, why in (({"name": "run"}, "it has no model, params, macs"), (bare, "has no accuracy_in_half")):
+        write_json(results / "run.json", content)
+        with pytest.raises(hap.HapError, match=rf"run\.json .*{why}.*; get it again from the repository, or delete it"):
+            hap.zoo.write_manifest({"small": "run"}, folder, results)
+
+
 def test_another_file_under_the_name_is_refused(folder: Path) -> None:
     file = folder / "run.safetensors"
     data = bytearray(file.read_bytes())

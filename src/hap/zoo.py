@@ -18,11 +18,12 @@ from hap import models
 from hap.checkpoint import load as load_checkpoint
 from hap.checkpoint import read
 from hap.errors import HapError
-from hap.files import digest, write_json
+from hap.files import digest, read_record, write_json
 
 MANIFEST = "manifest.json"
 BESIDE = Path(__file__).parents[2] / "zoo"
 """The folder of a clone, if the package runs from its source."""
+RUN_AGAIN = "get it again from the repository, or delete it and run hap reproduce again"
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,23 @@ def entries(folder: str | Path | None = None) -> dict[str, Entry]:
     if not manifest.is_file():
         raise HapError(f"there is no {manifest}; pass folder=, the zoo/ folder of a clone of the repository")
     try:
-        found = json.loads(manifest.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(Entry)}
-        return {name: Entry(**{k: v for k, v in e.items() if k in known}) for name, e in found["networks"].items()}
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise HapError(f"{manifest} is no manifest of networks: {error}") from error
+        found = json.loads(manifest.read_text(encoding="utf-8"))["networks"]
+        return {name: _as_entry(values) for name, values in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HapError(
+            f"{manifest} is no manifest of networks ({type(error).__name__}: {error}); get it again from the "
+            "repository, or write it anew with hap reproduce all --render"
+        ) from error
+
+
+def _as_entry(values: Mapping[str, Any]) -> Entry:
+    """An entry of a manifest, each value of its kind."""
+    entry = Entry(**{field.name: values[field.name] for field in fields(Entry)})
+    for name in (field.name for field in fields(Entry)):
+        text, value = name in ("file", "sha256", "model", "result"), getattr(entry, name)
+        if not isinstance(value, str if text else int | float):
+            raise TypeError(f"{name} is {value!r}, expected {'text' if text else 'a number'}")
+    return entry
 
 
 def checked(name: str, folder: str | Path | None = None) -> str:
@@ -104,11 +117,14 @@ def write_manifest(chosen: Mapping[str, str], folder: Path, results: Path) -> di
 
 
 def _entry(file: Path, result: Path) -> Entry:
-    record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    record = read_record(result, ("name", "model", "params", "macs"), RUN_AGAIN)
     about = read(file).about
     if about.get("result", "").removesuffix(".json") != record["name"]:
         raise HapError(f"{file} says that it is of {about.get('result')!r}, not of {record['name']!r}")
-    half = record["accuracy_in_half_precision" if "accuracy_in_half_precision" in record else "accuracy_as_stored"]
+    half = record.get("accuracy_in_half_precision", record.get("accuracy_as_stored"))
+    if half is None or "classes" not in about:
+        what = f"{result} has no accuracy_in_half_precision" if half is None else f"{file} does not say its classes"
+        raise HapError(f"{what}: it is damaged; {RUN_AGAIN}")
     return Entry(
         file=file.name, sha256=digest(file), model=record["model"], classes=about["classes"], accuracy=half,
         params=record["params"], macs=record["macs"], params_left=record.get("params_left", 1.0),

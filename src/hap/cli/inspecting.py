@@ -15,7 +15,7 @@ from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved,
 from hap.cli.screen import out as screen
 from hap.cli.screen import percent, plan_table, say, share, table, working, wrote
 from hap.errors import HapError
-from hap.experiments.networks import load_data, measure, stored_example
+from hap.experiments.networks import checkpoint_path, load_data, measure, stored_example
 
 
 def evaluate(
@@ -98,9 +98,11 @@ def info(checkpoint: Saved) -> None:
     """Say what a checkpoint holds, without loading its network or running any of its code.
 
     \b
-    Example:
+    Examples:
       hap info runs/pruned.safetensors
+      hap info zoo:resnet56-cifar10-dense
     """
+    checkpoint = checkpoint_path(checkpoint)
     found = hap.read(checkpoint)
     about, metrics = found.about, found.metrics
     size = sum(math.prod(shape) for shape in found.shapes.values())

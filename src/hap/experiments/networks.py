@@ -80,14 +80,18 @@ def about(spec: str, data: Data) -> dict[str, Any]:
     return {"model": spec, "classes": data.classes, "data": data.name, "input": shape}
 
 
+def checkpoint_path(path: str | Path) -> Path:
+    """The file itself; of `zoo:NAME`, the file of the trained network of that name."""
+    return zoo.path(str(path).removeprefix("zoo:")) if str(path).startswith("zoo:") else Path(path)
+
+
 def open_checkpoint(path: str | Path, spec: str | None = None) -> tuple[nn.Module, Checkpoint, str]:
     """The network in a checkpoint, what the checkpoint says, and the name of the network.
 
     `zoo:NAME` is a trained network by its name. A model's name in the checkpoint is enough. `package.module:factory` is
     code, which a checkpoint must not choose: that comes from the caller or not at all.
     """
-    if str(path).startswith("zoo:"):
-        path = zoo.path(str(path).removeprefix("zoo:"))
+    path = checkpoint_path(path)
     checkpoint = hap.read(path)
     stored = checkpoint.about.get("model")
     if spec is None and not isinstance(stored, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,21 @@ from typing import Any
 from hap.experiments.campaign import Job
 from hap.experiments.cifar10 import LONG
 from hap.experiments.starting import IMAGES, BorrowedStep, EigenStep
+from hap.files import read_record
+from hap.zoo import RUN_AGAIN
 
 Record = Mapping[str, Any]
 CRITERIA = {"hessian": "HAP", "magnitude": "Magnitude", "random": "Random", "reversed-hessian": "Reversed HAP",
             "bn-scale": "BN scale (slimming)", "l1": "L1 norm"}  # fmt: skip
+NEEDED = {
+    "sensitivity-layers": ("criterion", "layers", "flops"),
+    "sensitivity-probes": ("probes", "images", "channels"),
+    "sensitivity-shapes": ("images", "rows"),
+    "sensitivity-images": ("rows",),
+    "sensitivity-seconds": ("exact_seconds", "probe_seconds", "probes", "device", "hardware"),
+    "implants-from-zero": ("rows",),
+}
+"""What the page reads of records that are not of a run, by how their names begin."""
 BORROWED = {"magnitude": "group magnitude", "taylor": "Taylor", "bn-scale": "BN scale"}
 
 
@@ -61,8 +71,14 @@ class Row:
 
 def read_records(folder: Path) -> dict[str, Record]:
     """All result files of a folder by name."""
-    files = sorted(folder.glob("*.json"))
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    return {path.stem: read_record(path, _needed(path.stem), RUN_AGAIN) for path in sorted(folder.glob("*.json"))}
+
+
+def _needed(name: str) -> tuple[str, ...]:
+    """What the page reads of a record of that name."""
+    run = ("name", "accuracy", "params", "hardware", "history") if "-seed" in name else ()
+    pruned = ("dense_accuracy",) if run and "-dense-" not in name else ()
+    return next((keys for start, keys in NEEDED.items() if name.startswith(start)), (*run, *pruned))
 
 
 def make_rows(jobs: Iterable[Job], records: Mapping[str, Record]) -> list[Row]:
