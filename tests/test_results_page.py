@@ -18,7 +18,8 @@ from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.files import write_json
 from hap.report.results import write_results
-from hap.report.rows import Comparison, compare, make_rows, spread
+from hap.report.rows import make_rows, spread
+from hap.report.verdicts import Comparison, compare, difference
 
 ROOT = Path(__file__).parents[1]
 JOBS = {job.name: job for job in cifar10_jobs()}
@@ -77,7 +78,9 @@ def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> Non
     text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936, 0.935])
                        | seeds("resnet56-paper-implant-centre-40.7", [0.93]))  # fmt: skip
     assert row_of(text, "HAP", "38.74, 41.53") == [
-        "[HAP](../results/cifar10/resnet56-paper-hap-38.74-seed0.json)", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)",
+        "[HAP](../results/cifar10/resnet56-paper-hap-38.74-seed0.json) "
+        "[1](../results/cifar10/resnet56-paper-hap-38.74-seed1.json) "
+        "[2](../results/cifar10/resnet56-paper-hap-38.74-seed2.json)", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)",
         "93.85", "38.74, 41.53", "93.38", "yes",
     ]  # fmt: skip
     assert row_of(text, "[HAP + Implant]", "40.70")[3:] == [
@@ -134,23 +137,50 @@ def test_a_larger_network_is_not_as_good(tmp_path: Path) -> None:
 
 
 def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
-    base = "resnet56-paper"
+    base, many = "resnet56-paper", "per-cost-10000-images"
     text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.934, 0.936, 0.935])
-                       | seeds(f"{base}-random-38.74", [0.90]) | seeds(f"{base}-magnitude-38.74", [0.9345])
-                       | seeds(f"{base}-reversed-hessian-38.74", [0.95]))  # fmt: skip
-    assert row_of(text, "HAP above Random")[2:] == [
-        "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.50 ± 0.12 (held)",
+                       | seeds(f"{base}-hap-{many}-38.74", [0.9445, 0.9450, 0.9455])
+                       | seeds(f"{base}-random-38.74", [0.90]) | seeds(f"{base}-implant-40.7", [0.94, 0.941])
+                       | seeds(f"{base}-implant-centre-40.7", [0.93, 0.931, 0.932])
+                       | seeds(f"{base}-implant-centre-{many}-40.7", [0.9305, 0.9305, 0.932]))  # fmt: skip
+    assert row_of(text, "from zero", "in pairs")[2:] == [
+        "held at 0 of 1 sizes, 1 not held, 1 not run yet", "40.7% FLOPs: -1.00 ± 0.00, 2 seeds in pairs (not held)",
     ]  # fmt: skip
-    assert row_of(text, "HAP above Magnitude")[2] == "held at 0 of 1 sizes, 1 within the noise, 3 not run yet"
-    assert "-1.50 ± 0.12 (not held)" in text
+    assert row_of(text, "10,000 images above HAP + Implant")[2].startswith("held at 0 of 1 sizes, 1 within the noise, ")
+    # +1.05, +0.90, +1.05: their standard error is 0.05, and 4.303 of it 0.22
+    assert row_of(text, "per cost, 10,000 images above HAP |")[2:] == [
+        "held at 1 of 1 sizes, 4 not run yet", "38.74% FLOPs: +1.00 ± 0.22, 3 seeds in pairs (held)",
+    ]  # fmt: skip
+    assert row_of(text, "HAP above Random")[2:] == [
+        "1 not decided by one seed, 3 not run yet", "38.74% FLOPs: +3.40, 1 seed (no spread known)",
+    ]  # fmt: skip
+    assert "standard deviation, pooled over the pruned networks with several seeds, is 0.08 points" in text
     assert "ResNet56, HAP + Implant above Low rank" in text.partition("Not run yet: ")[2].partition("\n")[0]
 
 
-def test_one_seed_against_one_without_known_noise_is_judged_by_its_sign() -> None:
-    assert Comparison("flops", 50.0, 0.01, None, (1, 1)).verdict == "held"
-    assert Comparison("flops", 50.0, -0.01, None, (1, 1)).verdict == "not held"
+def test_shared_seeds_are_compared_in_pairs_and_others_as_welch_does() -> None:
+    paired = difference({0: 93.0, 1: 95.0, 2: 97.0}, {0: 92.0, 1: 93.9, 2: 96.1, 3: 0.0})
+    assert paired == (pytest.approx(1.0), pytest.approx(4.303 * 0.1 / 3**0.5), "3 seeds in pairs")
+    # errors 4/3 and 1/3 squared: (5/3)^2 / ((4/3)^2 / 2 + (1/3)^2 / 2) = 2.94 degrees of freedom, which count as 2
+    welch = difference({0: 93.0, 1: 95.0, 2: 97.0}, {3: 90.0, 4: 91.0, 5: 92.0})
+    assert welch == (pytest.approx(4.0), pytest.approx(4.303 * (5 / 3) ** 0.5), "3 and 3 seeds")
+    assert difference({0: 93.0, 1: 95.0}, {1: 94.0}) == (1.0, None, "1 seed")
+    assert difference({0: 93.0, 1: 95.0}, {2: 94.5}) == (-0.5, None, "1 seed, not the same")
+    assert difference({0: 1.0, 1: 1.0}, {2: 1.0, 3: 1.0}) == (0.0, 0.0, "2 and 2 seeds")
+
+
+def test_verdicts_are_given_outside_the_margin_alone() -> None:
+    pairs = ((0.3, 0.2), (-0.3, 0.2), (0.2, 0.2), (-0.1, 0.2), (0.0, 0.0), (9.0, None))
+    verdicts = [Comparison("flops", 50.0, points, margin, "").verdict for points, margin in pairs]
+    assert verdicts == ["held", "not held", *["within the noise"] * 3, "no spread known"]
     rows = make_rows([JOBS["resnet56-paper-hap-50.0-seed0"]], {})
-    assert compare("HAP", "HAP", rows, None) == ([], 1) and spread(rows) is None
+    assert compare("HAP", "HAP", rows) == ([], 1) and spread(rows) is None
+
+
+def test_dense_networks_lead_to_their_results(tmp_path: Path) -> None:
+    text, _ = rendered(tmp_path, seeds("resnet56-dense-paper", [0.938, 0.939]))
+    places = [f"../results/cifar10/resnet56-dense-paper-seed{s}.json" for s in range(2)]
+    assert row_of(text, "ResNet56", "public code")[4] == f"[93.80]({places[0]}), [93.90]({places[1]})"
 
 
 def test_the_best_protocol_stands_beside_what_is_published(tmp_path: Path) -> None:

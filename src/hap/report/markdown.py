@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hap.report.rows import Row, spread
+from hap.report.rows import Record, Row, spread
 
 NOT_RUN = "not run yet"
 FILES = "../results/cifar10"
@@ -24,9 +24,15 @@ def number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def link(words: str, record: Record) -> str:
+    """Words that lead to a result."""
+    return f"[{words}]({FILES}/{record['name']}.json)"
+
+
 def linked(row: Row, words: str | None = None) -> str:
-    """The row's name, which leads to the result of its first seed."""
-    return f"[{words or row.label}]({FILES}/{row.records[0]['name']}.json)"
+    """The row's name, which leads to the result of its first seed, and the numbers of its other seeds to theirs."""
+    first, *others = row.records
+    return " ".join([link(words or row.label, first), *(link(r["name"].rpartition("-seed")[2], r) for r in others)])
 
 
 def accuracy(row: Row) -> str:

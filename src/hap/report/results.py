@@ -19,6 +19,7 @@ from hap.report.markdown import (
     command,
     in_paper,
     left,
+    link,
     linked,
     number,
     result_table,
@@ -26,7 +27,8 @@ from hap.report.markdown import (
     to_paper,
     unrun,
 )  # fmt: skip
-from hap.report.rows import Comparison, Record, Row, compare, make_rows, read_records, spread
+from hap.report.rows import Record, Row, make_rows, read_records, spread
+from hap.report.verdicts import HELD, NOISE, NOT_HELD, UNKNOWN, Comparison, compare
 from hap.zoo import Entry
 
 PAPER_SECONDS = {"wide_resnet32": 120, "resnet56": 61, "preresnet29": 81}
@@ -103,8 +105,9 @@ def opening(page: Page) -> str:
 This page is written by `hap reproduce all --render` from the files in [results/cifar10](../results/cifar10), one per
 run, with configuration, seed, curve, source revision, hardware and date. {len(trained)} of {wanted} runs are there,
 made on {machines}; the others are named and have no figure. `hap reproduce all --status` lists them all. The name of
-a row leads to the result of its first seed. The command above a table makes what it lacks; with folders of its own
-(`--results`, `--networks`, `--work`) it makes all of it anew. Networks to take away, below, are checked in a minute.
+a row leads to the result of its first seed, the numbers behind it to those of its other seeds. The command above a
+table makes what it lacks; with folders of its own (`--results`, `--networks`, `--work`) it makes all of it anew.
+Networks to take away, below, are checked in a minute.
 
 - Accuracy is on the 10,000 test images after the LAST epoch, in per cent; with several seeds mean ± standard deviation.
   The paper's public code reports the best of all epochs on the same images.
@@ -123,52 +126,56 @@ def claims(page: Page) -> str:
     ranked = [*ablation, *page.of("rankings")]
     lines = []
     for below in ("Magnitude", "L1 norm", "Random", "Reversed HAP"):
-        lines.append(_claim("ResNet56", "HAP", below, ablation, page))
+        lines.append(_claim("ResNet56", "HAP", below, ablation))
     for above, below in ((f"HAP, {RANKED}", "HAP"), ("HAP, per cost", "HAP"), ("HAP, 3 probes", "Random"),
                          (f"HAP + Implant, {RANKED}", "HAP + Implant")):  # fmt: skip
-        lines.append(_claim("ResNet56", above, below, [*ranked, *meeting], page))
+        lines.append(_claim("ResNet56", above, below, [*ranked, *meeting]))
     for below in ("HAP", "HAP + Implant, from zero", "Low rank"):
-        lines.append(_claim("ResNet56", "HAP + Implant", below, meeting, page))
+        lines.append(_claim("ResNet56", "HAP + Implant", below, meeting))
     for above in ("HAP", "HAP + Implant"):
         for below in dict.fromkeys(row.label for row in meeting if row.label.startswith("Torch-Pruning")):
-            lines.append(_claim("ResNet56", above, below, meeting, page))
+            lines.append(_claim("ResNet56", above, below, meeting))
     for model, name in (("preresnet29", "PreResNet29"), ("wide_resnet32", "WideResNet32")):
         curves = page.of("curves", model)
         for above, below in (("HAP", "EigenDamage"), ("HAP", "Magnitude"), ("HAP + Implant", "HAP")):
-            lines.append(_claim(name, above, below, curves, page))
-    known = spread([row for row in page.rows if row.job.prune is not None])
-    noise = (
-        f"One seed's standard deviation, pooled over the pruned networks with several seeds, is {known:.2f} points; a "
-        "difference below two of its standard errors counts as noise."
-        if known is not None
-        else "No pruned network has run with several seeds yet, so how much of a difference is noise is not known."
-    )
+            lines.append(_claim(name, above, below, curves))
     head = ["network", "claim, at equal size", "verdict", "differences in points of accuracy"]
     told = [line for line in lines if line[2] != NOT_RUN]
     waiting = "; ".join(f"{network}, {claim}" for network, claim, verdict, _ in lines if verdict == NOT_RUN)
     parts = ["## Claims", "What the tables below say of the paper's claims, and of some of ours."]
     parts += [table(head, told).replace("---:", "---")] if told else []
     parts += [f"{NOT_RUN.capitalize()}: {waiting}."] if waiting else []
-    return "\n\n".join([*parts, noise])
+    return "\n\n".join([*parts, _noise(page)])
 
 
-def _claim(network: str, above: str, below: str, rows: Sequence[Row], page: Page) -> list[str]:
+def _noise(page: Page) -> str:
+    """How verdicts come about, and how much seeds differ."""
     known = spread([row for row in page.rows if row.job.prune is not None])
-    found, common = compare(above, below, rows, known)
+    if known is None:
+        return "No pruned network has run with several seeds yet, so how much of a difference is noise is not known."
+    return f"""A difference stands with half of its 95% interval by Student's t. Where both sides have run with the same
+seeds, it is that of the differences seed by seed, whose networks come from one dense network; else it is Welch's. What
+lies within the interval counts as noise, and of one seed no spread is known, so that it decides nothing. One seed's
+standard deviation, pooled over the pruned networks with several seeds, is {known:.2f} points."""
+
+
+def _claim(network: str, above: str, below: str, rows: Sequence[Row]) -> list[str]:
+    found, common = compare(above, below, rows)
     words = [network, f"{above} above {below}"]
     if not found:
         return [*words, NOT_RUN, ""]
     count = Counter(c.verdict for c in found)
-    verdict = f"held at {count['held']} of {len(found)} sizes"
-    verdict += "".join(f", {count[word]} {word}" for word in ("within the noise", "not held") if count[word])
-    if common > len(found):
-        verdict += f", {common - len(found)} {NOT_RUN}"
-    return [*words, verdict, "; ".join(map(_difference, found))]
+    parts = [f"held at {count[HELD]} of {len(found)} sizes"] if count[UNKNOWN] < len(found) else []
+    parts += [f"{count[word]} {word}" for word in (NOISE, NOT_HELD) if count[word]]
+    parts += [f"{count[UNKNOWN]} not decided by one seed"] if count[UNKNOWN] else []
+    parts += [f"{common - len(found)} {NOT_RUN}"] if common > len(found) else []
+    return [*words, ", ".join(parts), "; ".join(map(_difference, found))]
 
 
 def _difference(c: Comparison) -> str:
-    error = "" if c.error is None else f" ± {c.error:.2f}"
-    return f"{c.percent:g}% {'FLOPs' if c.kind == 'flops' else 'params'}: {c.difference:+.2f}{error} ({c.verdict})"
+    size = f"{c.percent:g}% {'FLOPs' if c.kind == 'flops' else 'params'}"
+    margin = "" if c.margin is None else f" ± {c.margin:.2f}"
+    return f"{size}: {c.difference:+.2f}{margin}, {c.seeds} ({c.verdict})"
 
 
 def behind(page: Page) -> str:
@@ -246,7 +253,7 @@ def dense(page: Page) -> str:
     lines = []
     for row in sorted(page.of("dense"), key=lambda row: list(NAMES).index(row.job.model)):
         kind = "the public code's" if "-dense-paper" in row.name else "cosine, weight decay 5e-4"
-        each = ", ".join(number(a, 2) for a in row.accuracies)
+        each = ", ".join(link(number(a, 2), r) for a, r in zip(row.accuracies, row.records, strict=True))
         params = f"{row.records[0]['params'] / 1e6:.2f}" if row.records else ""
         wanted = number(DENSE[row.job.model], 2) if "-dense-paper" in row.name else ""
         lines.append(

@@ -48,6 +48,12 @@ class Row:
         return [100 * r["accuracy"] for r in self.records]
 
     @property
+    def by_seed(self) -> dict[int, float]:
+        """Accuracies, per cent, by the seed of the run."""
+        seeds = {job.name: job.recipe.seed for job in self.jobs}
+        return {seeds[r["name"]]: 100 * r["accuracy"] for r in self.records}
+
+    @property
     def mean(self) -> float:
         return statistics.fmean(self.accuracies)
 
@@ -124,34 +130,3 @@ def spread(rows: Sequence[Row]) -> float | None:
     if not freedom:
         return None
     return (sum((len(a) - 1) * statistics.variance(a) for a in several) / freedom) ** 0.5
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One method above another at one budget; `difference` and its standard `error` are in points of accuracy."""
-
-    kind: str
-    percent: float
-    difference: float
-    error: float | None
-    seeds: tuple[int, int]
-
-    @property
-    def verdict(self) -> str:
-        if self.error is not None and abs(self.difference) < 2 * self.error:
-            return "within the noise"
-        return "held" if self.difference > 0 else "not held"
-
-
-def compare(above: str, below: str, rows: Sequence[Row], deviation: float | None) -> tuple[list[Comparison], int]:
-    """The label `above` against `below` at every budget that both have, and at how many of them both have run."""
-    first, second = ({row.budget: row for row in rows if row.label == name} for name in (above, below))
-    common = [budget for budget in first if budget in second]
-    found = []
-    for kind, percent in common:
-        a, b = first[kind, percent], second[kind, percent]
-        if a.records and b.records:
-            n, m = len(a.records), len(b.records)
-            error = None if deviation is None else deviation * (1 / n + 1 / m) ** 0.5
-            found.append(Comparison(kind, percent, a.mean - b.mean, error, (n, m)))
-    return found, len(common)
