@@ -368,6 +368,7 @@ def test_a_stop_in_time_says_what_is_left_and_how_to_go_on(
     begun = ["reproduce", "tables", "--data", "there", *places]
     found = CliRunner().invoke(app, [*begun, "--seconds", "0.001"])
     assert found.exit_code == 0, found.output
+    assert "training 3 networks side by side for 0 s, to the end of an epoch and for one at least" in found.output
     assert "stopped for --seconds 0.001: 3 of 3 runs could go on or begin; the same command does so" in found.output
     assert "hap reproduce tables --status lists what is left" in found.output
     found = CliRunner().invoke(app, [*begun, "--jobs", "seed?"])

@@ -215,6 +215,8 @@ def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, mann
     trainees = [_trainee(job, data, folders, batch.masked_from) for job in jobs]
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
+    until = "" if left is None else f" for {left:.0f} s, to the end of an epoch and for one at least"
+    say(f"training {len(jobs)} networks side by side{until}")
     histories = train_many(
         [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
         masks=[t.masks for t in trainees], checkpoint_dir=batch.folder, seconds=left, progress=False,
