@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import hap
 from hap.cli import app
 from hap.data import Data, Split
-from hap.experiments import campaign, sensitivity, starting
+from hap.experiments import batches, campaign, sensitivity, starting
 from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, prepare, select, status, work_off
 from hap.experiments.cifar10 import headline_networks, load_data
 from hap.experiments.cifar10 import jobs as cifar10_jobs
@@ -338,6 +338,41 @@ def test_states_that_cannot_be_used_are_named(data: Data, folders: Folders) -> N
     assert f"{note.with_name('training.safetensors')} (batch.json beside it is damaged" in said[0]
 
 
+def test_a_state_without_a_note_goes_on_for_the_command_that_began_it(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = twins(2)
+    work_off(jobs, data, folders, seconds=1e-3, say=quiet)
+    next(folders.work.rglob("batch.json")).unlink()
+    trained = count_epochs(monkeypatch)
+    work_off(jobs, data, folders, say=quiet)
+    assert trained == [3]
+
+
+def test_a_state_of_other_settings_is_refused_with_its_place(data: Data, folders: Folders) -> None:
+    jobs = twins(2, 1)
+    work_off(jobs, data, folders, seconds=1e-3, say=quiet)
+    changed = replace(jobs[0], recipe=replace(jobs[0].recipe, lr=0.02))
+    state = next(folders.work.rglob("training.safetensors"))
+    with pytest.raises(hap.HapError, match=rf"{state} is of another recipe \(lr is 0\.01, expected 0\.02\)"):
+        work_off([changed], data, folders, say=quiet)
+    assert state.exists()
+
+
+def test_of_two_states_of_a_job_the_last_one_counts(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stop leaves them in the middle of dividing a state."""
+    jobs = twins(3, 2)
+    work_off(jobs, data, folders, seconds=1e-3, say=quiet)
+    monkeypatch.setattr(batches.Batch, "remove", lambda _: None)
+    work_off(jobs[:1], data, folders, seconds=1e-3, say=quiet)
+    monkeypatch.undo()
+    trained = count_epochs(monkeypatch)
+    work_off(jobs, data, folders, say=quiet)
+    assert trained == [1, 1, 1], "one epoch of the first is left, two of the second"
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
     data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +447,8 @@ def test_runs_that_wait_for_plans_of_another_library_are_no_success(
     monkeypatch.setattr(command, "load_data", lambda *_: data)
     asked = ["reproduce", "rows", "--data", "there", *(f"--{what}={place}" for what, place in places.items())]
     plan = places["results"] / "plans" / "theirs.json"
+    shown = CliRunner().invoke(app, [*asked, "--status"])
+    assert shown.exit_code == 0 and f"the first for {plan};" in " ".join(shown.output.split())
     found = CliRunner().invoke(app, asked)
     words = " ".join(found.output.split())
     assert found.exit_code == 2 and f"1 of 2 runs wait for what Torch-Pruning removes, the first for {plan}" in words

@@ -11,7 +11,7 @@ import typer
 
 import hap
 from hap.cli.options import Device
-from hap.cli.screen import out, resumable, table, wrote
+from hap.cli.screen import out, resumable, say, table, wrote
 from hap.data import Data
 from hap.errors import HapError
 from hap.experiments import sensitivity
@@ -162,6 +162,8 @@ def _show(chosen: list[Job], looks: list[Look], folders: Folders) -> None:
         f"{left:.0f} epochs of a dense ResNet56",
         markup=False,
     )
+    if missing_plans(chosen, folders):
+        say(_plans_to_make(chosen, folders, "data/cifar10"))
 
 
 def _render(folders: Folders, page: Path) -> None:

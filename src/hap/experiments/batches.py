@@ -78,8 +78,8 @@ def only(batch: Batch, jobs: Sequence[str], others: Sequence[str]) -> Batch:
     for names in (others, jobs):  # the jobs last, so that `begun` puts them first
         if names:
             part = replace(batch, folder=_folder(batch.folder.parent, names), jobs=tuple(names))
-            divide(batch.state, [batch.jobs.index(name) for name in names], part.state)
             part.write()
+            divide(batch.state, [batch.jobs.index(name) for name in names], part.state)
             parts.append(part)
     batch.remove()
     return parts[-1]

@@ -157,12 +157,14 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
 
 def _interrupted(queue: Sequence[Job], folders: Folders, manner: Manner, say: Say) -> Batch | None:
     """What of these jobs has a state, up to `together` of one batch; the state of its other jobs stays for later."""
-    names = {job.name for job in queue}
+    names, newer = {job.name for job in queue}, set[str]()
     for batch in batches.begun(folders.work):
-        if chosen := [name for name in batch.jobs if name in names][: manner.together]:
-            others = [name for name in batch.jobs if name not in chosen and not _is_recorded(name, folders)]
+        own = [name for name in batch.jobs if name not in newer]
+        if chosen := [name for name in own if name in names][: manner.together]:
+            others = [name for name in own if name not in chosen and not _is_recorded(name, folders)]
             say(f"going on with {', '.join(chosen)}, begun in {batch.folder}")
             return batches.only(batch, chosen, others)
+        newer |= set(batch.jobs)
     return None
 
 
