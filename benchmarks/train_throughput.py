@@ -6,9 +6,10 @@
 
 Forms: `dense` is the whole network; `pruned` has what random scores in union coupling leave of it, so that widths are
 odd; `masked` is the same network in its dense shape with what went held at zero; `stacked` are such networks as one
-with grouped convolutions, eight in a stack. What is known is written after every row. Start-up is what the first epoch
-takes longer than the others: choosing convolution algorithms and recording the step. Shapes that an earlier row has
-met are known by then, so the first row of a form and batch size tells the most.
+with grouped convolutions, eight in a stack; `trimmed` are stacked in the smallest shape that they can share. What is
+known is written after every row. Start-up is what the first epoch takes longer than the others: choosing convolution
+algorithms and recording the step. Shapes that an earlier row has met are known by then, so the first row of a form and
+batch size tells the most.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from hap.masking import dense_form
 from hap.provenance import provenance
 from hap.recipes import Recipe
 from hap.training import train, train_many
+from hap.trimming import common_widths, trim
 
 Masks = dict[str, Tensor] | None
-STACK = 8
+STACK, STACKED = 8, ("stacked", "trimmed")
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Networks:
 
     def __init__(self, scale: Scale, left: float, device: str) -> None:
         self.dense = models.build(scale.model).to(device).eval()
-        example = torch.zeros(1, 3, 32, 32, device=device)
-        groups = hap.trace(self.dense, example, "union")
+        self.example = example = torch.zeros(1, 3, 32, 32, device=device)
+        self.groups = groups = hap.trace(self.dense, example, "union")
         scores = [hap.score(self.dense, groups, None, None, hap.Random(seed=seed)) for seed in range(scale.plans)]
         self.plans = [hap.plan(groups, one, hap.Budget(flops=left)) for one in scores]
         self.pruned = [hap.apply_(copy.deepcopy(self.dense), plan, example) for plan in self.plans]
@@ -92,7 +94,12 @@ class Networks:
         turns = [i % len(self.plans) for i in range(count)]
         if form == "pruned":
             return [(copy.deepcopy(self.pruned[i]), None) for i in turns]
-        return [dense_form(self.pruned[i], self.plans[i], self.dense) for i in turns]
+        whole = [dense_form(self.pruned[i], self.plans[i], self.dense) for i in turns]
+        if form != "trimmed":
+            return [(model, masks) for model, masks in whole]
+        widths = common_widths(self.groups, [masks for _, masks in whole])
+        small = [trim(model, masks, self.groups, widths, self.example) for model, masks in whole]
+        return [(one.model, one.masks) for one in small]
 
 
 def row(networks: Networks, form: str, count: int, batch: int, data: Data, scale: Scale, bf16: bool,
@@ -104,7 +111,7 @@ def row(networks: Networks, form: str, count: int, batch: int, data: Data, scale
     recipes = [replace(recipe, seed=seed) for seed in range(count)]
     part = first(data, scale.steps * batch)
     histories = train_many([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False,
-                           stack=STACK if form == "stacked" else 1, compiled=compiled)  # fmt: skip
+                           stack=STACK if form in STACKED else 1, compiled=compiled)  # fmt: skip
     seconds = histories[0].seconds
     found = {
         "form": form, "networks": count, "batch": batch, "compiled": compiled,
@@ -122,7 +129,7 @@ def forms(networks: Networks, data: Data, scale: Scale, bf16: bool, seconds: flo
     begun = time.perf_counter()
     for batch in scale.batches:
         for count in scale.counts:
-            for form in ("stacked", "dense", "masked", "pruned"):
+            for form in (*STACKED, "dense", "masked", "pruned"):
                 if time.perf_counter() - begun > seconds:
                     yield {"form": form, "networks": count, "batch": batch, "skipped": f"after {seconds:.0f} s"}
                     continue
@@ -135,14 +142,10 @@ def compiled_forms(networks: Networks, data: Data, scale: Scale, bf16: bool) -> 
     for batch in scale.batches:
         try:
             for count in scale.counts:
-                yield row(networks, "stacked", count, batch, data, scale, bf16, compiled=True)
+                for form in STACKED:
+                    yield row(networks, form, count, batch, data, scale, bf16, compiled=True)
         except Exception as error:
-            yield {
-                "form": "stacked",
-                "batch": batch,
-                "compiled": True,
-                "error": f"{type(error).__name__}: {error}"[:500],
-            }
+            yield {"form": form, "batch": batch, "compiled": True, "error": f"{type(error).__name__}: {error}"[:500]}
         _free()
 
 

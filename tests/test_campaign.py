@@ -153,7 +153,7 @@ def test_numbers_of_networks_less_than_one_are_refused() -> None:
 def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Folders) -> None:
     job = make_jobs(2)[1]
     results, networks = {}, {}
-    for form, masked_from in (("masked", 0.0), ("pruned", 2.0)):
+    for form, masked_from in (("trimmed", 0.0), ("pruned", 2.0)):
         place = Folders(folders.results / form, folders.networks / form, folders.work / form)
         put_dense(place)
         work_off([job], data, place, seconds=1e-3, say=quiet, manner=Manner(masked_from=masked_from))
@@ -161,14 +161,14 @@ def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Fol
         work_off([job], data, place, say=quiet, manner=Manner(masked_from=masked_from))
         results[form] = json.loads(place.result(job.name).read_text())
         networks[form] = hap.load(place.network(job.name), hap.models.build("resnet20")).state_dict()
-    masked, pruned = results["masked"], results["pruned"]
-    assert (masked["trained"], pruned["trained"]) == ("masked", "pruned")
-    assert sum(implanted for _, implanted, _ in masked["units"].values()) > 0
+    trimmed, pruned = results["trimmed"], results["pruned"]
+    assert (trimmed["trained"], pruned["trained"]) == ("trimmed", "pruned")
+    assert sum(implanted for _, implanted, _ in trimmed["units"].values()) > 0
     for same in ("params", "macs", "units", "accuracy_before_finetuning", "prune"):
-        assert masked[same] == pruned[same]
-    assert masked["history"]["loss"] == pytest.approx(pruned["history"]["loss"], rel=1e-3)
+        assert trimmed[same] == pruned[same]
+    assert trimmed["history"]["loss"] == pytest.approx(pruned["history"]["loss"], rel=1e-3)
     for name, tensor in networks["pruned"].items():
-        torch.testing.assert_close(networks["masked"][name], tensor, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(networks["trimmed"][name], tensor, rtol=0.02, atol=0.02)
 
 
 def test_a_dense_network_that_was_not_kept_is_trained_again_only_where_a_job_needs_it(folders: Folders) -> None:
@@ -205,7 +205,7 @@ def test_a_plan_of_another_library_is_waited_for_and_carried_out(data: Data, fol
     write_json(folders.plans / "theirs.json", {"coupling": "joint", "removed": removed})
     work_off([job], data, folders, say=quiet)
     result = json.loads(folders.result("b").read_text())
-    assert result["trained"] == "masked"
+    assert result["trained"] == "trimmed"
     assert result["units"]["layer1.0.conv1"] == [13, 0, 3] and result["units"]["layer3.2.conv1"] == [24, 0, 40]
     tight = replace(job, name="c", prune=BorrowedStep("theirs", 0.5, "taylor"))
     with pytest.raises(hap.HapError, match=r"theirs\.json leaves 0\.\d+ of the FLOPs; expected at most 0\.5"):
@@ -322,6 +322,40 @@ def test_a_batch_goes_on_in_the_shape_that_it_began_in(data: Data, folders: Fold
     job = make_jobs(2)[1]
     work_off([job], data, folders, Manner(masked_from=0.0), seconds=1e-3, say=quiet)
     work_off([job], data, folders, Manner(masked_from=2.0), say=quiet)
+    assert json.loads(folders.result(job.name).read_text())["trained"] == "trimmed"
+
+
+def test_the_shape_that_networks_share_is_that_of_all_who_began(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    large, small = (replace(make_jobs(2)[1], name=f"p{f}", prune=PruneStep(f"p{f}", flops=f)) for f in (0.9, 0.4))
+    manner = Manner(masked_from=0.0)
+    work_off([large, small], data, folders, manner, seconds=1e-3, say=quiet)
+    [note] = folders.work.glob("*/batch.json")
+    widths = json.loads(note.read_text())["widths"]
+    work_off([small], data, folders, manner, say=quiet)
+    [note] = folders.work.glob("*/batch.json")
+    assert json.loads(note.read_text())["jobs"] == [large.name] and json.loads(note.read_text())["widths"] == widths
+    work_off([large], data, folders, manner, say=quiet)
+    found = [json.loads(folders.result(job.name).read_text()) for job in (large, small)]
+    assert [result["trained"] for result in found] == ["trimmed"] * 2
+    most = {name: sum(parts[:2]) for name, parts in found[0]["units"].items()}
+    assert widths and all(most[name] <= width for name, width in widths.items())
+    assert any(sum(found[1]["units"][name][:2]) <= width - 8 for name, width in widths.items())
+
+
+def test_a_batch_whose_note_tells_no_widths_goes_on_in_the_dense_shape(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_dense(folders)
+    job = make_jobs(2)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(campaign, "common_widths", lambda *_: {})
+        work_off([job], data, folders, Manner(masked_from=0.0), seconds=1e-3, say=quiet)
+    [note] = folders.work.glob("*/batch.json")
+    record = json.loads(note.read_text())
+    assert record.pop("widths") == {}
+    write_json(note, record)
+    work_off([job], data, folders, Manner(masked_from=0.0), say=quiet)
     assert json.loads(folders.result(job.name).read_text())["trained"] == "masked"
 
 

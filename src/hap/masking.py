@@ -48,9 +48,9 @@ def dense_form(pruned: nn.Module, plan: Plan, dense: nn.Module) -> tuple[nn.Modu
         for parameter in ones.parameters():
             parameter.fill_(1)
         tensors = named_tensors(made)
-        for name, tensor in _spread(pruned, plan, made).items():
+        for name, tensor in spread(pruned, plan, made).items():
             tensors[name].copy_(tensor)
-        left = _spread(ones, plan, made)
+        left = spread(ones, plan, made)
     return made, {name: left[name] for name, _ in made.named_parameters() if name in left and not left[name].all()}
 
 
@@ -63,7 +63,7 @@ def pruned_form(model: nn.Module, plan: Plan, example: object = None) -> nn.Modu
         raise HapError("this plan does not leave a network that trains alike in its dense shape; see hap.masking")
     centred = replace(plan.implant, init="center") if isinstance(plan.implant, Pointwise) else None
     pruned = apply_(copy.deepcopy(model), replace(plan, implant=centred), example)
-    back, parameters = _spread(pruned, plan, model), dict(model.named_parameters())
+    back, parameters = spread(pruned, plan, model), dict(model.named_parameters())
     for name in back.keys() & parameters.keys():
         if not torch.equal(back[name], parameters[name]):
             raise HapError(
@@ -74,7 +74,7 @@ def pruned_form(model: nn.Module, plan: Plan, example: object = None) -> nn.Modu
 
 
 @torch.no_grad()
-def _spread(pruned: nn.Module, plan: Plan, dense: nn.Module) -> dict[str, Tensor]:
+def spread(pruned: nn.Module, plan: Plan, dense: nn.Module) -> dict[str, Tensor]:
     """The tensors of a pruned network at their places in those of the dense one, with zeros elsewhere."""
     places, found = named_tensors(dense), named_tensors(pruned)
     cuts: dict[int, list[Cut]] = {}  # by tensor, which may have several names

@@ -53,7 +53,7 @@ def reproduce(
     stack: Annotated[int, typer.Option(min=1, help="How many networks of one shape may run as one network.")] = 8,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile such stacks.")] = False,
     masked_from: Annotated[
-        float, typer.Option(help="Train pruned networks in their dense shape from this share of FLOPs left; 2: never.")
+        float, typer.Option(help="Train pruned networks in one shape from this share of FLOPs left; 2: never.")
     ] = MASKED_FROM,
     seconds: Annotated[
         float | None,

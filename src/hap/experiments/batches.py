@@ -20,12 +20,14 @@ NOTE = "batch.json"
 @dataclass(frozen=True)
 class Batch:
     """Jobs by name, in the order of their state in `folder`, and what it depends on beside them: `masked_from` (see
-    `Manner`). `side_by_side` is how many there were at the beginning."""
+    `Manner`) and the `widths` that those under masks share (see `hap.trimming`), None as long as they are not known.
+    `side_by_side` is how many there were at the beginning."""
 
     folder: Path
     jobs: tuple[str, ...]
     masked_from: float
     side_by_side: int
+    widths: dict[str, int] | None = None
 
     @property
     def state(self) -> Path:
@@ -64,8 +66,12 @@ def _read(folder: Path) -> Batch | str:
         return f"no {NOTE} beside it"
     try:
         found = read_json(note)
-        return Batch(folder, tuple(map(str, found["jobs"])), float(found["masked_from"]), int(found["side_by_side"]))
-    except (HapError, KeyError, TypeError, ValueError) as error:
+        widths = found.get("widths", {})  # notes without it are of networks in their dense shape
+        return Batch(
+            folder, tuple(map(str, found["jobs"])), float(found["masked_from"]), int(found["side_by_side"]),
+            None if widths is None else {str(name): int(width) for name, width in widths.items()},
+        )  # fmt: skip
+    except (HapError, AttributeError, KeyError, TypeError, ValueError) as error:
         return f"{NOTE} beside it is damaged: {error}"
 
 

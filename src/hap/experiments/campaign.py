@@ -28,12 +28,13 @@ from hap.plans import Plan
 from hap.provenance import provenance
 from hap.recipes import Recipe
 from hap.training import History, evaluate, train_many
+from hap.trimming import Trimmed, common_widths, trim
 
 Say = Callable[[str], None]
 KIND = "hap-cifar10"
 MASKED_FROM = 0.05
-"""The share of FLOPs left from which a pruned network trains in its dense shape, in which it can be one network with
-others (`stack`) and be compiled. Odd widths use a GPU poorly; `benchmarks/train_throughput.py` measures both."""
+"""The share of FLOPs left from which a pruned network trains in a shape that others share, in which it can be one
+network with them (`stack`) and be compiled. Odd widths use a GPU poorly; `benchmarks/train_throughput.py` measures."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Manner:
     """How jobs are trained, for speed alone: the steps that they take are the same.
 
     Up to `together` jobs of one network and recipe train at a time, up to `stack` of one shape as one network, which
-    may be `compiled`. Networks with at least `masked_from` of their FLOPs left train in their dense shape.
+    may be `compiled`. Networks with at least `masked_from` of their FLOPs left train in a shape that they share: the
+    dense one, or one between it and theirs (`hap.trimming`).
     """
 
     together: int = 8
@@ -191,22 +193,25 @@ def _alike(job: Job, other: Job) -> bool:
 
 @dataclass(frozen=True)
 class Trainee:
-    """A job's network in the shape that it trains in. With `masks`, it is the dense shape of what `plan` leaves."""
+    """A job's network in the shape that it trains in. With `masks`, it is the dense shape of what `plan` leaves, or the
+    smaller one that `trimmed` tells."""
 
     model: nn.Module
     plan: Plan | None
     masks: dict[str, Tensor] | None
+    trimmed: Trimmed | None = None
 
     @property
     def form(self) -> str:
-        return "pruned" if self.masks is None else "masked"
+        return "pruned" if self.masks is None else "masked" if self.trimmed is None else "trimmed"
 
-    def finished(self, data: Data) -> nn.Module:
-        """The network to be recorded: the pruned one."""
+    def finished(self, dense: nn.Module, example: Tensor) -> nn.Module:
+        """The network to be recorded: the pruned one. Of `dense` only the shapes count."""
         if self.masks is None:
             return self.model
         assert self.plan is not None
-        return pruned_form(self.model, self.plan, example_of(data))
+        whole = self.model if self.trimmed is None else self.trimmed.restored(dense)
+        return pruned_form(whole, self.plan, example)
 
 
 def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
@@ -214,7 +219,7 @@ def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, mann
     """One batch of jobs; True when they are finished and recorded, and their state is needed no more."""
     begun = time.monotonic()
     _prune(jobs, data, folders, say)
-    trainees = [_trainee(job, data, folders, batch.masked_from) for job in jobs]
+    trainees = _trimmed([_trainee(job, data, folders, batch.masked_from) for job in jobs], batch, jobs[0].model, data)
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
     until = "" if left is None else f" for {left:.0f} s, to the end of an epoch and for one at least"
@@ -242,8 +247,34 @@ def _trainee(job: Job, data: Data, folders: Folders, masked_from: float) -> Trai
     plan = read(folders.started(job.name)).plan if job.prune is not None else None
     if plan is None or not trains_alike(plan) or plan.after.macs < masked_from * plan.before.macs:
         return Trainee(model, plan, None)
-    whole, masks = dense_form(model, plan, fresh(job.model, data.classes).to(data.train.images.device))
+    whole, masks = dense_form(model, plan, _shape(job.model, data))
     return Trainee(whole, plan, masks)
+
+
+def _shape(model: str, data: Data) -> nn.Module:
+    """A dense network of this name, of which only the shapes count."""
+    return fresh(model, data.classes).to(data.train.images.device).eval()
+
+
+def _trimmed(trainees: list[Trainee], batch: Batch, model: str, data: Data) -> list[Trainee]:
+    """Those under masks in the smaller shape that they share, which their state depends on: the batch notes it down."""
+    if not any(trainee.masks for trainee in trainees):
+        return trainees
+    example = example_of(data)
+    groups = hap.trace(_shape(model, data), example, "union")
+    widths = batch.widths
+    if widths is None:
+        widths = common_widths(groups, [trainee.masks for trainee in trainees if trainee.masks is not None])
+        replace(batch, widths=widths).write()
+    if not widths:
+        return trainees
+    found = []
+    for trainee in trainees:
+        if trainee.masks is not None:
+            small = trim(trainee.model, trainee.masks, groups, widths, example)
+            trainee = Trainee(small.model, trainee.plan, small.masks, small)
+        found.append(trainee)
+    return found
 
 
 def _start(job: Job, data: Data, folders: Folders) -> nn.Module:
@@ -286,12 +317,12 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
 def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int,
             revision: str | None) -> None:  # fmt: skip
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
-    model = trainee.finished(data)
+    example = example_of(data)
+    model = trainee.finished(_shape(job.model, data), example)
     accuracy = evaluate(model, data).accuracy
     started = read(folders.started(job.name)) if job.prune is not None else None
     plan, ranks = trainee.plan, started.about.get("ranks") if started else None
     _round_to_half(model)
-    example = example_of(data)
     count, dense = hap.cost(model, example), hap.cost(fresh(job.model, data.classes), example.cpu())
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,

@@ -3,7 +3,7 @@
 Protocol `paper`: the paper's fine-tuning (160 epochs, batch 64, step decay), union coupling, one pass of pruning, no
 other help. Mixed precision (bf16) is the one liberty taken with it. Implants start at the centre of the kernel that
 they replace: started at zero, as in the public code, most never move (`from_zero`). Where it is faster, networks train
-in their dense shape with what went held at zero, which takes the same steps (`hap.masking`).
+in a shape that they share with what went held at zero, which takes the same steps (`hap.masking`, `hap.trimming`).
 Protocol `best`: distillation from the dense network, cosine, running average of the weights, least-squares implants,
 compensation, score per multiply-add saved, on many images.
 Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of accuracy against size.
