@@ -16,26 +16,24 @@ from typing import Any
 import torch
 
 from hap.checkpoint import load, read
-from hap.experiments.campaign import Job
+from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import jobs
 from hap.experiments.config import PruneStep
 from hap.experiments.networks import fresh
 from hap.files import read_record, write_json
 from hap.provenance import provenance
 
-ZOO, OUT = Path("zoo"), Path("results/cifar10/implants-from-zero.json")
-
-
-def network(name: str) -> Path:
-    return ZOO / f"{name}.safetensors"
+FOLDERS = Folders(Path("results/cifar10"), Path("zoo"), Path("runs/cifar10"))
+OUT = FOLDERS.results / "implants-from-zero.json"
 
 
 def count(job: Job) -> dict[str, Any]:
     """Implants of a trained network: all, those still zero, those behind which the dense BatchNorm has a bias below
     zero, and those that are both."""
     assert job.dense is not None and isinstance(job.prune, PruneStep)
-    trained, dense = (load(network(name), fresh(job.model, 10)) for name in (job.name, job.dense))
-    plan = read(network(job.name)).plan
+    path = FOLDERS.network(job.name)
+    trained, dense = (load(file, fresh(job.model, 10)) for file in (path, FOLDERS.dense(job.dense)))
+    plan = read(path).plan
     assert plan is not None
     zero, negative = [], []
     for graft in plan.grafts:
@@ -57,7 +55,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     wanted = [job for job in jobs() if job.model == "resnet56" and "-paper-implant" in job.name]
-    found = known() | {job.name: count(job) for job in wanted if network(job.name).exists()}
+    found = known() | {job.name: count(job) for job in wanted if FOLDERS.network(job.name).exists()}
     order = {job.name: place for place, job in enumerate(wanted)}
     rows = sorted(found.values(), key=lambda row: order.get(row["network"], len(order)))
     write_json(OUT, {"kind": "hap-implants-from-zero", "format": 1, "rows": rows} | provenance())

@@ -185,6 +185,19 @@ def test_a_dense_network_that_was_not_kept_is_trained_again_only_where_a_job_nee
     assert status(jobs, folders) == {"done": ["dense", "pruned"], "ready": [], "waiting": []}
 
 
+def test_dense_networks_may_be_kept_beside_the_results(data: Data, folders: Folders) -> None:
+    put_dense(folders)
+    job = make_jobs(1)[1]
+    kept = folders.results / "networks" / "dense.safetensors"
+    kept.parent.mkdir(parents=True)
+    folders.network("dense").rename(kept)
+    assert folders.dense("dense") == kept and pending([job], folders) == [job]
+    work_off([job], data, folders, say=quiet)
+    assert folders.network("pruned").exists() and [p.name for p in kept.parent.iterdir()] == [kept.name]
+    put_dense(folders)
+    assert folders.dense("dense") == folders.network("dense"), "what was trained last counts"
+
+
 def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> None:
     put_dense(folders)
     job = replace(make_jobs(1)[1], name="eigen", prune=EigenStep("eigen", 0.5))

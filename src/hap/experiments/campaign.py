@@ -60,7 +60,8 @@ class Job:
 @dataclass(frozen=True)
 class Folders:
     """`results`: a JSON file per finished job. `networks`: finished checkpoints. `work`: what resuming needs.
-    `plans`, in `results`: what other libraries chose to remove."""
+    `plans`, in `results`: what other libraries chose to remove. `networks` in `results` may hold dense networks that
+    runs start from and that are not handed out."""
 
     results: Path
     networks: Path
@@ -75,6 +76,11 @@ class Folders:
 
     def network(self, name: str) -> Path:
         return self.networks / f"{name}.safetensors"
+
+    def dense(self, name: str) -> Path:
+        """Where a finished dense network is, wherever it is kept."""
+        kept = self.results / "networks" / f"{name}.safetensors"
+        return kept if kept.exists() and not self.network(name).exists() else self.network(name)
 
     def started(self, name: str) -> Path:
         return self.work / f"{name}-start.safetensors"
@@ -110,7 +116,7 @@ def missing_plans(jobs: Sequence[Job], folders: Folders) -> list[Path]:
 def _has_dense(job: Job, folders: Folders) -> bool:
     """Whether the dense network is there, if the job needs it: pruned from it already, it does so as a teacher only."""
     made = folders.started(job.name).exists() and not job.teacher
-    return job.dense is None or made or folders.network(job.dense).exists()
+    return job.dense is None or made or folders.dense(job.dense).exists()
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ def _interrupted(queue: Sequence[Job], folders: Folders, manner: Manner, say: Sa
 
 
 def _is_recorded(name: str, folders: Folders) -> bool:
-    return folders.result(name).exists() and folders.network(name).exists()
+    return folders.result(name).exists() and folders.dense(name).exists()
 
 
 def _next(queue: Sequence[Job], folders: Folders, manner: Manner) -> Batch:
@@ -311,7 +317,7 @@ def _settings(job: Job) -> Any:
 
 def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     assert job.dense is not None
-    return load(folders.network(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
+    return load(folders.dense(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
 
 
 def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int,

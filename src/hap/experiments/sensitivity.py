@@ -46,7 +46,7 @@ class Look:
 def pending(looks: Sequence[Look], folders: Folders) -> list[Look]:
     """Looks without a record whose dense network is there."""
     left = [k for k in looks if not folders.result(k.name).exists()]
-    return [k for k in left if k.dense is None or folders.network(k.dense).exists()]
+    return [k for k in left if k.dense is None or folders.dense(k.dense).exists()]
 
 
 def status(looks: Sequence[Look], folders: Folders) -> dict[str, list[str]]:
@@ -66,7 +66,7 @@ def take(looks: Sequence[Look], data: Data, folders: Folders, revision: str | No
         say(f"{look.name}: scoring")
         model = fresh(look.model, data.classes)
         if look.dense is not None:
-            load(folders.network(look.dense), model)
+            load(folders.dense(look.dense), model)
         record = KINDS[look.what](model.to(data.train.images.device), data, look)
         about = {"name": look.name, "model": look.model, "data": data.name, "dense": look.dense}
         write_json(folders.result(look.name), record | about | provenance(revision))
