@@ -61,8 +61,7 @@ def test_a_capture_is_that_of_torch_export_without_notes_on_the_source() -> None
         n.meta.get("nn_module_stack") for n in plain.graph.nodes
     ]
     torch.testing.assert_close(ours.module()(x), model(x))
-    if hasattr(torch.fx.config, "do_not_emit_stack_traces"):
-        assert not any(n.stack_trace for n in ours.graph.nodes) and not torch.fx.config.do_not_emit_stack_traces
+    assert not any(n.stack_trace for n in ours.graph.nodes)
     again = torch.export.export(model, (x,), strict=False).graph
     assert any(n.stack_trace for n in again.nodes)
 

@@ -91,16 +91,31 @@ def export(
         return torch.export.export(model, args, kwargs, strict=False)
 
 
+class _NoTraceback:
+    """What torch.fx takes for the stack at a node, with nothing on it."""
+
+    @staticmethod
+    def extract(*_: Any, **__: Any) -> type[_NoTraceback]:
+        return _NoTraceback
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        return traceback.StackSummary()
+
+
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Inside, torch.export does not note for each node where in the source it comes from, and writes no code of the
     graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
     config: Any = getattr(fx, "config", None)
-    flag = "do_not_emit_stack_traces"
+    leave_out: list[tuple[Any, str, Any]] = [(config, "do_not_emit_stack_traces", True)]
+    if not hasattr(config, "do_not_emit_stack_traces"):  # torch 2.11 and before
+        leave_out = [(fx.proxy, "CapturedTraceback", _NoTraceback)]
     with ExitStack() as stack:
-        if hasattr(config, flag):
-            stack.callback(setattr, config, flag, getattr(config, flag))
-            setattr(config, flag, True)
+        for where, name, value in leave_out:
+            if hasattr(where, name):
+                stack.callback(setattr, where, name, getattr(where, name))
+                setattr(where, name, value)
         if _use_lazy_graph_module is not None:
             stack.enter_context(_use_lazy_graph_module(True))
         yield
