@@ -67,8 +67,6 @@ def apart(tensors: Iterable[Tensor]) -> None:
 
 
 def _lazily(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # which cannot tell what these questions come to
-        return False
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
     return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
 

@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hap.copying import cloned
 from hap.errors import HapError
 
 LAYERS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
@@ -108,7 +107,7 @@ class Result:
 
     @classmethod
     def of(cls, given: Given, rest: tuple[Any, ...], value: Tensor) -> Result:
-        return cls(given, rest, cloned(value), _versions(given))
+        return cls(given, rest, value.clone(), _versions(given))
 
     def again(self, given: Given, rest: tuple[Any, ...]) -> Tensor | None:
         """The same value, if it is to be computed from the same, to the last bit."""
