@@ -11,6 +11,7 @@ was trained on all 50,000, so accuracies are higher than on the test images; onl
 from __future__ import annotations
 
 import argparse
+import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def compare(choices: list[Choice], dense: Path, data: Data, images: int, compile
     known: Known = {}
     plans, made = [], []
     for step, _ in choices:
-        model = load(dense, fresh("resnet56", data.classes)).to(device).eval()
+        model = copy.deepcopy(teacher)
         plan = prune(model, step, data, 0, Path(), images, known).plan
         assert plan is not None
         plans.append(plan)

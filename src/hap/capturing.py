@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -107,15 +107,13 @@ class _NoTraceback:
 def _plainly() -> Iterator[None]:
     """Inside, torch.export does not note for each node where in the source it comes from, and writes no code of the
     graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
-    config: Any = getattr(fx, "config", None)
-    leave_out: list[tuple[Any, str, Any]] = [(config, "do_not_emit_stack_traces", True)]
-    if not hasattr(config, "do_not_emit_stack_traces"):  # torch 2.11 and before
-        leave_out = [(fx.proxy, "CapturedTraceback", _NoTraceback)]
+    where, name, value = getattr(fx, "config", None), "do_not_emit_stack_traces", cast(Any, True)
+    if not hasattr(where, name):  # torch 2.11 and before
+        where, name, value = fx.proxy, "CapturedTraceback", _NoTraceback
     with ExitStack() as stack:
-        for where, name, value in leave_out:
-            if hasattr(where, name):
-                stack.callback(setattr, where, name, getattr(where, name))
-                setattr(where, name, value)
+        if hasattr(where, name):
+            stack.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, value)
         if _use_lazy_graph_module is not None:
             stack.enter_context(_use_lazy_graph_module(True))
         yield

@@ -9,7 +9,7 @@ a sum of branches stays whole, since each network has other units there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,9 @@ from hap.groups import Groups
 from hap.masking import spread
 from hap.plans import Plan, draft
 from hap.surgery import apply_
+from hap.training.update import Masks
 from hap.walking import named_tensors
 
-Masks = Mapping[str, Tensor]
 Widths = dict[str, int]
 """How many units are left of each group that is trimmed."""
 MULTIPLE = 8

@@ -323,13 +323,13 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
 def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int,
             revision: str | None) -> None:  # fmt: skip
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
-    example = example_of(data)
-    model = trainee.finished(_shape(job.model, data), example)
+    example, shape = example_of(data), _shape(job.model, data)
+    model = trainee.finished(shape, example)
     accuracy = evaluate(model, data).accuracy
     started = read(folders.started(job.name)) if job.prune is not None else None
     plan, ranks = trainee.plan, started.about.get("ranks") if started else None
     _round_to_half(model)
-    count, dense = hap.cost(model, example), hap.cost(fresh(job.model, data.classes), example.cpu())
+    count, dense = hap.cost(model, example), hap.cost(shape, example)
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
         "seed": job.recipe.seed, "dense": job.dense, "prune": describe(job.prune),
