@@ -113,6 +113,33 @@ def test_what_both_models_compute_alike_is_computed_once(monkeypatch: pytest.Mon
     assert both.get_total_flops() == once.get_total_flops()
 
 
+class Attending(nn.Module):
+    """torch's own attention, which calls its layers and kernels from a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attend = nn.Linear(8, 32), nn.MultiheadAttention(32, 4, batch_first=True)
+        self.wide, self.last = nn.Linear(32, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.relu(self.wide(self.attend(x, x, x, need_weights=False)[0])))
+
+
+@pytest.mark.parametrize(("gone", "times"), [({"wide": range(40)}, 1), ({"wide": range(40), "attend": [0, 2]}, 2)])
+def test_inside_of_torchs_attention_zeros_and_what_is_known_are_left_out_too(
+    gone: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "LARGE", 0)
+    model, example = Attending().double().eval(), torch.randn(3, 7, 8, dtype=torch.float64)
+    plan = hap.draft(hap.trace(model, example), gone)
+    with FlopCounterMode(display=False) as both:
+        checking.check_by_running(model, plan, {}, example)
+    with FlopCounterMode(display=False) as once:
+        hap.apply_(model, plan, verify=False)(example)
+    assert both.get_total_flops() <= times * once.get_total_flops()
+
+
 class Overwriting(Plain):
     """Writes to what its layers read and return, by a number that depends on its size."""
 

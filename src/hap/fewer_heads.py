@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ class FewerHeads(nn.MultiheadAttention):
             return self._of_lengths(query, need_weights, average_attn_weights)
         batched = query.dim() == 3
         swap = batched and not self.batch_first
-        query, key, value = (
-            x.unsqueeze(0) if not batched else x.transpose(0, 1) if swap else x for x in (query, key, value)
-        )
+        made = {id(x): x.unsqueeze(0) if not batched else x.transpose(0, 1) if swap else x for x in (query, key, value)}
+        query, key, value = (made[id(x)] for x in (query, key, value))
         rows = self._with_added_keys(*self._projected(query, key, value))
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in rows)
         mask = _merged(attn_mask, key_padding_mask, q)
@@ -61,7 +61,10 @@ class FewerHeads(nn.MultiheadAttention):
         out, weights = self.forward(rows, rows, rows, padding, need_weights, None, average)
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths, strict=True)]), weights
 
-    def _projected(self, *inputs: Tensor) -> list[Tensor]:
+    def _projected(self, *inputs: Tensor) -> Sequence[Tensor]:
+        query, key, value = inputs
+        if self.in_proj_weight is not None and query is key and key is value:
+            return functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         separate: list[Any] = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ LAYERS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 """Functions of (input, weight, bias); convolutions also of (stride, padding, dilation, groups)."""
 
 ATTENTION = functional.scaled_dot_product_attention
+_MULTI_HEAD = functional.multi_head_attention_forward
+_multi_head = FunctionType(
+    _MULTI_HEAD.__code__, vars(functional) | {"has_torch_function": lambda _: False}, None, _MULTI_HEAD.__defaults__
+)
+"""The same code, which does not ask a mode to take its place, so that a mode gets to see what it calls."""
 ROOM = 1 << 30
 """How many bytes of what layers read and compute are held at most, so as not to compute it twice."""
 
@@ -138,6 +144,9 @@ class Remembering(TorchFunctionMode):
         self.room = ROOM
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _MULTI_HEAD:
+            with self:
+                return _multi_head(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in LAYERS and not kwargs and id(args[1]) in self.names:
             self._note(func, self.names[id(args[1])], (*args[:3], None)[:3], tuple(args[3:]), result)
@@ -240,6 +249,9 @@ class SkippingZeros(TorchFunctionMode):
             return self.known.layer(func, self.known.names[id(args[1])])(*args)
         elif func is ATTENTION and (call := _attention_call(args, kwargs)) is not None:
             return self.known.attention(*call)
+        elif func is _MULTI_HEAD:
+            with self:
+                return _multi_head(*args, **kwargs)
         if func not in _READS_NO_VALUES and self._occurs((*args, *kwargs.values())):
             args, kwargs = pytree.tree_map_only(nn.Parameter, self._real, (args, kwargs))
         return func(*args, **kwargs)
