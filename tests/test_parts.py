@@ -155,7 +155,7 @@ def test_a_coarse_run_finds_the_calls_that_a_true_one_does() -> None:
 
     assert shapes(coarse) == shapes(true) and len(true) == 3 and choosing == truly == {""}
     assert not torch.equal(coarse[-1].call[0][0], true[-1].call[0][0])
-    small = torch.randn(1, 3, 31, 40)
+    small = torch.randn(1, 3, 15, 20)
     exact = _coarse_calls(model, small)
     assert exact is not None and torch.equal(exact[0][-1].call[0][0], _calls(model, small)[0][-1].call[0][0])
 
@@ -166,6 +166,36 @@ def test_what_is_called_after_a_choice_needs_a_true_run() -> None:
     view = view_where_it_chooses(model, x)
     assert view is not None and view.names == ["maps", "second"]
     assert torch.equal(view.example[1][0][0], _calls(model, x)[0][-1].call[0][0])
+
+
+class Overwriting(nn.Module):
+    """Writes to what its first layer was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        y = self.first(x)
+        x.zero_()
+        return self.second(x + y)
+
+
+def test_what_is_written_to_after_a_call_is_noted_as_it_was() -> None:
+    model, x = Overwriting().eval(), torch.randn(2, 4)
+    (first, second), _ = _calls(model, x)
+    assert torch.equal(first.call[0][0], x + 1)
+    assert torch.equal(second.call[0][0], model.first(x + 1))
+    with torch.inference_mode():
+        (first, _), _ = _calls(model, x)
+        assert torch.equal(first.call[0][0], x + 1)
+
+
+def test_what_nothing_writes_to_is_noted_without_a_copy() -> None:
+    model, x = TwoStages(False).eval(), torch.randn(1, 3, 12, 12)
+    (outer, inner, _), _ = _calls(model, x)
+    assert (outer.name, inner.name) == ("maps", "maps.0") and outer.call[0][0] is inner.call[0][0]
 
 
 def test_parts_that_fail_are_left_out_without_trying_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,11 +276,14 @@ def _calls(
     model: nn.Module, example: Any, passing: Passing | None = None, last: bool = False
 ) -> tuple[list[Noted], set[str]]:
     """What every submodule with parameters is called with when the model runs, and which of them choose by value. With
-    `last`, a call after a choice is an error."""
-    calls: list[Noted] = []
-    choices = _Choices(last)
-    with _recording(model, calls, choices), passing or nullcontext():
-        check_runs(model, example)
+    `last`, a call after a choice is an error. Without `passing`, tensors are copied only if something writes there."""
+    for copying in (False, True) if passing is None else (True,):
+        calls: list[Noted] = []
+        choices = _Choices(last)
+        with _recording(model, calls, choices, copying) as versions, passing or nullcontext():
+            check_runs(model, example)
+        if all(tensor._version == version for tensor, version in versions):
+            break
     return calls, choices.choosing
 
 
@@ -300,7 +303,7 @@ class Coarse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = func is torch.ops.aten.convolution.default and args[0].ndim == 4 and not args[6]
-        step = max(1, min(min(args[0].shape[2:]) // FEWEST_PIXELS, 4)) if plain else 1
+        step = max(1, min(args[0].shape[2:]) // FEWEST_PIXELS) if plain else 1
         if step == 1:
             return func(*args, **(kwargs or {}))
         x, weight, _, *rest = args
@@ -311,7 +314,7 @@ class Coarse(TorchDispatchMode):
         return torch.ops.aten.upsample_nearest2d(func(x[..., ::step, ::step], *args[1:]), sides)
 
 
-FEWEST_PIXELS = 16
+FEWEST_PIXELS = 8
 """A coarse run looks at no fewer pixels a side, where there are as many."""
 
 
@@ -376,15 +379,24 @@ def _forms(values: Any) -> Any:
 
 
 @contextmanager
-def _recording(model: nn.Module, calls: list[Noted], choices: _Choices) -> Iterator[None]:
-    """Notes calls of submodules, and which modules choose."""
+def _recording(
+    model: nn.Module, calls: list[Noted], choices: _Choices, copying: bool
+) -> Iterator[list[tuple[torch.Tensor, int]]]:
+    """Notes calls of submodules, and which modules choose. Of tensors that are noted without copying, the versions."""
+    versions: list[tuple[torch.Tensor, int]] = []
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        if copying or tensor.is_inference():  # which has no version
+            return tensor.clone()
+        versions.append((tensor, tensor._version))
+        return tensor
 
     def enter(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if choices.last and choices.choosing:
                 raise HapError(f"{name} is called after a choice by value")
             if name != WHOLE:
-                given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                given = pytree.tree_map_only(torch.Tensor, kept, (args, kwargs))
                 calls.append(Noted(name, tuple(choices.running), given))
             choices.running.append(name)
             choices.attend()
@@ -404,7 +416,7 @@ def _recording(model: nn.Module, calls: list[Noted], choices: _Choices) -> Itera
         for name, module in ((n, m) for n, m in model.named_modules() if n == WHOLE or _has_parameters(m)):
             stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        yield
+        yield versions
 
 
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
