@@ -7,14 +7,13 @@ from collections.abc import Container, Sequence
 from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
 from hap import rules, weights
 from hap.contractions import spelled, weighted
-from hap.groups import Ints, Product
+from hap.groups import Ints, Product, distinct
 from hap.operators import PRODUCTS, UNCHANGED
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def _contracted(
     outer = grid.ndim - inner
     summed = math.prod(grid.shape[outer:])
     if summed > 1:
-        tracer.sized.append(np.unique(grid.numpy()))
+        tracer.sized.append(distinct(grid))
         if grid.numel() == summed:
             if scaled:
                 tracer.freeze(grid, name, "scales by the width of its heads")
@@ -76,13 +75,13 @@ def _meet(tracer: Tracer, node: fx.Node, *operands: fx.Node) -> None:
     made = [tracer.sources.get(x, frozenset()) for x in operands]
     tracer.mixes[node] = all(layers and layers <= tracer.layers.keys() for layers in made)
     if all(made):
-        tracer.met += [np.unique(tracer.labels(x).numpy()) for x in operands]
+        tracer.met += [distinct(tracer.labels(x)) for x in operands]
 
 
 def read_from_products(tracer: Tracer) -> list[Ints]:
     """The labels of layers that read a product of what other layers compute, such as an attention's output layer."""
     return [
-        np.unique(labels.numpy())
+        distinct(labels)
         for node, labels in tracer.layers.items()
         if isinstance(labels, Tensor) and _reads_product(tracer, node)
     ]
@@ -287,7 +286,7 @@ def gather(tracer: Tracer, node: fx.Node) -> Any:
     same = all(a == b for d, (a, b) in enumerate(zip(shape, rules.shape_of(node), strict=True)) if d != place)
     if not same or labels.shape[place] > 1:
         return rules.freeze_all(tracer, node, "picks along an axis that would be cut")
-    tracer.sized.append(np.unique(labels.numpy()))
+    tracer.sized.append(distinct(labels))
     return labels
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hap.errors import HapError
 
@@ -319,6 +319,12 @@ def merged(root: Ints, a: Ints, b: Ints) -> Ints:
     towards = np.arange(len(root))
     towards[ends] = ends[components(len(ends), places[: len(a)], places[len(a) :])]
     return towards[root]
+
+
+def distinct(labels: ArrayLike) -> Ints:
+    """The labels that there are, in order. Those of an axis most often are so already, which is quick to see."""
+    flat = np.ravel(np.asarray(labels))
+    return flat if bool((flat[1:] > flat[:-1]).all()) else np.unique(flat)
 
 
 def occurring(count: int, labels: Iterable[Ints]) -> NDArray[np.bool_]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hap.groups import Length
+from hap.groups import Length, distinct
 from hap.rules import along, freeze_all, joined_along, rule, shape_of, short_name, spread, varies
 
 if TYPE_CHECKING:
@@ -37,10 +36,10 @@ def layer_norm(tracer: Tracer, node: fx.Node) -> Any:
         return labels if not varies(labels) or shape_of(x)[-1] > 1 else freeze_all(tracer, node, "a norm of one value")
     if len(normalized) > 1:
         return freeze_all(tracer, node, "normalises over several axes")
-    if labels.numel() > labels.shape[-1] and len(np.unique(labels.numpy())) == labels.numel():
+    if labels.numel() > labels.shape[-1] and len(distinct(labels)) == labels.numel():
         return joined_along(tracer, labels, [labels.ndim - 1])  # of each head: heads go whole, and the vectors stay
-    tracer.spanned.append(np.unique(labels.numpy()))
-    tracer.normed.append(np.unique(labels.numpy()))
+    tracer.spanned.append(distinct(labels))
+    tracer.normed.append(distinct(labels))
     labels = _tie_affine(tracer, x, node.args[2:4], -1)
     _follow(tracer, node, nn.LayerNorm | nn.RMSNorm, {"normalized_shape": 1}, labels)
     return labels

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from hap import weights
 from hap.counting import Counter
 from hap.extents import extent
-from hap.groups import Ints, Product, Site
+from hap.groups import Ints, Product, Site, distinct
 from hap.operators import (
     AVERAGES,
     CONVOLUTIONS,
@@ -226,7 +226,7 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
     sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + extent(a)) for a in operands]
     result, _ = merge(tracer, short_name(node), sides)
     if sum(varies(labels) for labels, _ in sides) > 1 and _adds_branches(tracer, node):
-        tracer.summed.append(np.unique(result.numpy()))
+        tracer.summed.append(distinct(result))
     for matrix in matrices:
         _tie_matrix(tracer, tracer.parameters[matrix], result)
     return result
@@ -300,7 +300,7 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
         return freeze_all(tracer, node, "an operator that cannot run on labels")
     result = [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
     if short_name(node) in SIZED and not _takes_the_rest(node, result):
-        tracer.sized += [np.unique(x.numpy()) for x in _inputs(tracer, node)]
+        tracer.sized += [distinct(x) for x in _inputs(tracer, node)]
     if not isinstance(result, list | tuple):
         if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
             tracer.sliced.append((tracer.labels(source).numpy(), int(arguments(node).get("dim", 0))))
@@ -410,7 +410,7 @@ def padding(tracer: Tracer, node: fx.Node) -> Any:
         return labels
     if mode != "constant" or labels.numel() == 1:
         return freeze_all(tracer, node, "pads an axis that would be cut")
-    tracer.sized.append(np.unique(labels.numpy()))
+    tracer.sized.append(distinct(labels))
     shape = [s if d in padded else labels.shape[d] for d, s in enumerate(shape_of(source))]
     return compress(nn.functional.pad(labels.expand(shape), list(amounts)))  # type: ignore[arg-type]
 
@@ -442,9 +442,9 @@ def reduction(tracer: Tracer, node: fx.Node) -> Any:
         if not _averages(node):
             return freeze_all(tracer, node, "reduces over an axis that would be cut")
         if node.users:
-            tracer.spanned.append(np.unique(labels.numpy()))
-            tracer.normed.append(np.unique(labels.numpy()))
-            tracer.averaged.append(np.unique(labels.numpy()))
+            tracer.spanned.append(distinct(labels))
+            tracer.normed.append(distinct(labels))
+            tracer.averaged.append(distinct(labels))
         labels = torch.zeros([1] * labels.ndim, dtype=torch.int64)
     several = isinstance(value, list | tuple)
     if (value[0] if several else value).ndim != labels.ndim:

@@ -38,6 +38,7 @@ from hap.groups import (
     Site,
     Term,
     components,
+    distinct,
     merged,
     occurring,
 )
@@ -280,7 +281,7 @@ class Tracer:
             self.bonds.append((a[between], b[between]))
 
     def freeze(self, labels: Tensor | Ints, what: str, why: str) -> None:
-        flat = np.unique(np.asarray(labels))
+        flat = distinct(labels)
         if (flat != 0).any():
             self.frozen.append(Frozen(what, why))
             self.causes.append((flat[flat != 0], self.frozen[-1]))
@@ -288,7 +289,7 @@ class Tracer:
 
     def hold(self, labels: Tensor | Ints, what: str, why: str) -> None:
         """These stay as many as they are: zeros stand in for those that go if they are heads, others are frozen."""
-        self.held.append((np.unique(np.asarray(labels)), Frozen(what, why)))
+        self.held.append((distinct(labels), Frozen(what, why)))
 
     def parameter(self, node: Any) -> str | None:
         return self.parameters.get(node) if isinstance(node, fx.Node) else None

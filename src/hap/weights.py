@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from hap import rules
-from hap.groups import Ints
+from hap.groups import Ints, distinct
 from hap.operators import CONVOLUTIONS, MOVING, PRODUCTS, TRANSPOSED, UNCHANGED
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def tie_inputs(tracer: Tracer, view: View, axis: int, labels: Ints) -> None:
     else:
         tracer.join(tracer.axis(view.name, dim, "in")[view.index[axis]], labels)
     if view.spans:
-        tracer.spanned.append(np.unique(labels))
+        tracer.spanned.append(distinct(labels))
 
 
 def tie_free(tracer: Tracer, view: View, axis: int, labels: Ints) -> None:
