@@ -40,6 +40,18 @@ def test_a_model_is_measured_and_counts_agree() -> None:
     assert 0 < both["exported"][".onnx"] <= 1e-5 and both["exported"][".pt2"] <= 1e-5
 
 
+def test_brief_models_are_measured_several_times_and_the_middle_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"export": 2.0, "trace": 0.1, "plan": 0.0, "apply": 0.0}
+    tries = iter([{"verified": True, "seconds": took | {"apply": apply}} for apply in (0.5, 0.1, 0.3)])
+    monkeypatch.setattr(zoo_ours, "_pruned", lambda spec, flops, limit: (next(tries), None, None))
+    record = next(zoo_ours.measure("brief", 0.5))
+    assert record["seconds"]["apply"] == 0.3 and [t["apply"] for t in record["trials"]] == [0.5, 0.1, 0.3]
+    tries = iter([{"verified": True, "seconds": took | {"apply": 9.0}}])
+    assert "trials" not in next(zoo_ours.measure("long", 0.5))
+    tries = iter([{"verified": True, "seconds": took}, {"verified": False, "why": "other values", "seconds": took}])
+    assert next(zoo_ours.measure("unsteady", 0.5))["why"] == "other values"
+
+
 def test_export_is_not_judged_by_outputs_of_zeros() -> None:
     model, example = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4)
     nn.init.zeros_(model[0].weight)

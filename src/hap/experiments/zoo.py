@@ -20,15 +20,18 @@ from hap.experiments.zoo_summary import EXPORT, PEER, Record, equal, summary
 from hap.files import write_json
 from hap.provenance import provenance
 
-FORMAT = 3
+FORMAT = 4
 Job = tuple[str, str]
 """A model and the tool that prunes it: "hap" or "torch_pruning"."""
 
 Found = dict[Job, Record]
 ALONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {
-    "CUDA_VISIBLE_DEVICES": ""
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-"""The environment of a process: one thread on the CPU."""
+"""The environment of a process: one thread on the CPU, and memory that was freed is kept for what comes next: to a
+virtual machine a new gigabyte may take seconds to get, more than all that is measured."""
 
 
 def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,

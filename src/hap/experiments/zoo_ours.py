@@ -18,9 +18,9 @@ import hap
 from hap import exporting, surgery
 from hap.errors import HapError
 from hap.examples import call_arguments, run
-from hap.experiments.zoo_clock import Clock, OutOfTime, failure, reason
+from hap.experiments.zoo_clock import Clock, OutOfTime, failure, reason, warm_memory
 from hap.experiments.zoo_models import build
-from hap.experiments.zoo_summary import equal
+from hap.experiments.zoo_summary import equal, own_seconds, times_export
 from hap.groups import Groups
 from hap.parts import captured_parts, captures, parts, view_where_it_chooses
 from hap.tracing import trace_captured
@@ -36,18 +36,41 @@ _WAYS: dict[str, Way] = {
 }
 
 
+BRIEF, TRIALS = 2.0, 3
+"""Models that are pruned in fewer seconds are pruned so many times: in so short a time, whatever else runs tells."""
+
+
 def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record]:
     """Prune one model by magnitude to a share of its FLOPs; then export it. Two records: the second says both.
 
     A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
     the graph that hap.rewrite makes of it, or else with its residual stream. The limit in seconds is on pruning, and
     then once more on exporting; what one forward and torch.export take before, alone, is only there to compare with.
-    The seconds of the executed check are among those of apply. A model that cannot be built took no seconds.
+    The seconds of the executed check are among those of apply. A model that cannot be built took no seconds. Where it
+    was pruned several times, the seconds are of the trial in the middle, by times of torch.export, and all are listed.
     """
+    record, subject, inputs = _pruned(spec, flops, limit)
+    trials = [record]
+    while record["verified"] and own_seconds(record, limit) < BRIEF and len(trials) < TRIALS:
+        record, subject, inputs = _pruned(spec, flops, limit)
+        trials.append(record)
+    if record["verified"] and len(trials) > 1:
+        middle = sorted(trials, key=times_export)[len(trials) // 2]
+        record = middle | {"trials": [trial["seconds"] for trial in trials]}
+    yield record
+    if record["verified"]:
+        yield record | _exports(spec, subject, inputs, "parts" in record, Clock(limit))
+
+
+def _pruned(spec: str, flops: float, limit: float) -> tuple[Record, Any, Any]:
+    """What became of a model, and the pruned one with its inputs: there is none where it was not pruned."""
     record: Record = {"verified": False}
     clock, alone, inside = Clock(limit), Clock(limit), Clock()
+    subject: Any = None
+    inputs: Any = None
     try:
         model, example = build(spec)
+        warm_memory(model)
         _alone("forward", partial(run, model, example), alone)
         ways, outline = dict(_WAYS), None
         view = clock("parts", lambda: view_where_it_chooses(model, example))
@@ -78,9 +101,7 @@ def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record
     except (Exception, OutOfTime) as error:  # whatever a foreign model raises is the record's reason
         record |= failure(error)
     record["seconds"] = alone.seconds | clock.seconds | inside.seconds
-    yield record
-    if record["verified"]:
-        yield record | _exports(spec, subject, inputs, "parts" in record, Clock(limit))
+    return record, subject, inputs
 
 
 def _captures_alone(model: nn.Module, example: Any, alone: Clock) -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import hap
 from hap.examples import run
-from hap.experiments.zoo_clock import Clock, OutOfTime, failure
+from hap.experiments.zoo_clock import Clock, OutOfTime, failure, warm_memory
 
 Record = dict[str, Any]
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -51,6 +51,7 @@ def measure_peer(build: Callable[[], tuple[nn.Module, Any]], flops: float, limit
 def _prune(model: nn.Module, example: Any, flops: float, steps: int, clock: Clock) -> Iterator[Record]:
     import torch_pruning
 
+    warm_memory(model)
     before, shapes = hap.cost(model, example), _shapes(model, example)
     pruner = clock(
         "trace",

@@ -59,8 +59,8 @@ def _against_export(records: Sequence[Record]) -> Record:
     Older records do not say how long that took, nor what a forward takes.
     """
     known = [r for r in records if r["verified"] and (r.get("seconds") or {}).get("export")]
-    times = {r["model"]: _times(r) for r in known}
-    bare = {r["model"]: _times(r, check=False) for r in known if "check" in r["seconds"]}
+    times = {r["model"]: times_export(r) for r in known}
+    bare = {r["model"]: times_export(r, check=False) for r in known if "check" in r["seconds"]}
     above = [r for r in known if times[r["model"]] > MANY_EXPORTS]
     return _within(times) | {
         "without_check": _within(bare),
@@ -73,8 +73,10 @@ def _against_export(records: Sequence[Record]) -> Record:
     }
 
 
-def _times(record: Record, check: bool = True) -> float:
-    return surgery_seconds(record, check) / record["seconds"]["export"]
+def times_export(record: Record, check: bool = True) -> float:
+    """Trace, plan and apply, in times of what torch.export takes alone; 0 where that is not known."""
+    alone = record["seconds"].get("export")
+    return surgery_seconds(record, check) / alone if alone else 0.0
 
 
 def _within(times: Mapping[str, float]) -> Record:
