@@ -24,7 +24,7 @@ from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
 from hap.experiments.sensitivity import Look
 from hap.experiments.starting import BorrowedStep, EigenStep, opened
-from hap.files import write_json
+from hap.files import held, write_json
 from hap.training import loop, stacking
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,16 @@ def test_a_time_limit_stops_between_epochs_and_the_same_call_goes_on(data: Data,
     again = Folders(folders.results / "b", folders.networks / "b", folders.work / "b")
     work_off(jobs, data, again, say=quiet)
     assert stopped["history"]["loss"] == json.loads(again.result("dense").read_text())["history"]["loss"]
+
+
+def test_one_process_trains_in_a_folder_at_a_time(data: Data, folders: Folders) -> None:
+    job = make_jobs(1)[0]
+    folders.check()
+    with held(folders.work, "wait"), pytest.raises(hap.HapError, match=r"another process works in .*work; wait until"):
+        work_off([job], data, folders, say=quiet)
+    assert not folders.result(job.name).exists()
+    work_off([job], data, folders, say=quiet)
+    assert folders.result(job.name).exists()
 
 
 def test_results_tell_what_was_stacked(data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

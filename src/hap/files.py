@@ -4,12 +4,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hap.distributed import may_write
 from hap.errors import HapError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_atomic(path: str | Path, write: Callable[[Path], object]) -> None:
@@ -66,6 +72,23 @@ def check_writable(folder: str | Path) -> None:
     probe = Path(folder) / ".check"
     write_atomic(probe, lambda temporary: None)
     probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(folder: str | Path, advice: str) -> Iterator[None]:
+    """Inside, no other process can hold the folder; HapError, with `advice` on what to do, if one does already.
+
+    A process that ends, however it does, lets go. Where there is no flock (Windows), nothing is held.
+    """
+    if fcntl is None:
+        yield
+        return
+    with (Path(folder) / ".held").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise HapError(f"another process works in {folder}; {advice}") from error
+        yield
 
 
 def digest(path: str | Path) -> str:

@@ -22,7 +22,7 @@ from hap.experiments import batches
 from hap.experiments.batches import Batch
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.starting import IMAGES, BorrowedStep, Known, Step, describe, opened, prune
-from hap.files import check_writable, write_json
+from hap.files import check_writable, held, write_json
 from hap.masking import dense_form, pruned_form, trains_alike
 from hap.plans import Plan
 from hap.provenance import provenance
@@ -145,11 +145,18 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
              seconds: float | None = None, revision: str | None = None, say: Say = print) -> None:  # fmt: skip
     """Train what is pending and stop in time for `seconds`, at the end of an epoch.
 
-    What an earlier call left unfinished is gone on with first, in whatever company it was.
+    What an earlier call left unfinished is gone on with first, in whatever company it was. One process trains in a
+    `work` folder at a time: two would take up each other's states.
     """
     if seconds is not None and seconds <= 0:
         raise HapError(f"seconds is {seconds}; expected how long to train at the most, more than 0")
     folders.check()
+    with held(folders.work, "wait until it has ended, or train other runs with another --work"):
+        _work_off(jobs, data, folders, manner, seconds, revision, say)
+
+
+def _work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
+              revision: str | None, say: Say) -> None:  # fmt: skip
     if lost := batches.unknown(folders.work):
         say(f"these states name no runs, so only the command that began them could go on with them: {', '.join(lost)}")
     begun = time.monotonic()
