@@ -81,14 +81,14 @@ def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> Non
         "[HAP](../results/cifar10/resnet56-paper-hap-38.74-seed0.json) "
         "[1](../results/cifar10/resnet56-paper-hap-38.74-seed1.json) "
         "[2](../results/cifar10/resnet56-paper-hap-38.74-seed2.json)", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)",
-        "93.85", "38.74, 41.53", "93.38", "yes",
+        "93.85", "38.74, 41.53", "93.38", "yes (+0.12 ± 0.25)",  # 4.303 standard errors of 0.1 / 3**0.5
     ]  # fmt: skip
     assert row_of(text, "[HAP + Implant]", "40.70")[3:] == [
         "93.00 (1 of 3 seeds)",
         "93.85",
         "40.70",
         "93.55",
-        "no (-0.55)",
+        "no (-0.55, 1 seed)",
     ]
     assert re.search(r"^Not run yet: .*HAP at 33.99, 28.85, 22.86, 21% of the FLOPs", text, re.MULTILINE)
 
@@ -186,7 +186,7 @@ def test_dense_networks_lead_to_their_results(tmp_path: Path) -> None:
 def test_the_best_protocol_stands_beside_what_is_published(tmp_path: Path) -> None:
     text, _ = rendered(tmp_path, seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945]))
     assert row_of(text, "ResNet56, HAP + Implant, at 53%")[3:] == [
-        "94.40 ± 0.10 (3 seeds)", "93.85", "94.22 (CORING)", "yes",
+        "94.40 ± 0.10 (3 seeds)", "93.85", "94.22 (CORING)", "yes (+0.18 ± 0.25)",
     ]  # fmt: skip
 
 
@@ -201,7 +201,8 @@ def test_figures_are_drawn_from_what_has_run_and_do_not_change(tmp_path: Path) -
     assert all(f"(images/{name})" in text and len(picture) < 100_000 for name, picture in pictures.items())
     assert "EigenDamage" in pictures["results-curves.svg"] and "40 epochs" in pictures["results-curves.svg"]
     assert "Random" in pictures["results-resnet56.svg"]
-    assert row_of(text, "EigenDamage", "93.50")[1:] == ["93.50", "not run yet", "not run yet", ""]
+    linked = f"[93.50](../results/cifar10/{base}-eigendamage-50.0-seed0.json)"
+    assert row_of(text, "EigenDamage", "93.50")[1:] == [linked, "not run yet", "not run yet", ""]
     again, _ = rendered(tmp_path, {})
     assert again == text and pictures == {path.name: path.read_text() for path in paths[1:]}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hap.report.rows import Record, Row, spread
+from hap.report.verdicts import margin
 
 NOT_RUN = "not run yet"
 FILES = "../results/cifar10"
@@ -98,6 +99,13 @@ def to_paper(row: Row) -> float | None:
     return None if not row.records or wanted is None else round(round(row.mean, 2) - wanted, 2)
 
 
+def judged(row: Row, reached: bool, points: float) -> str:
+    """Whether a published figure is reached, by how many points, and half of the 95% interval over the seeds."""
+    within = margin(row.accuracies)
+    seeds = ", 1 seed" if within is None else f" ± {within:.2f}"
+    return f"{'yes' if reached else 'no'} ({points:+.2f}{seeds})"
+
+
 def as_good(row: Row) -> str:
     """Whether a row of HAP is at least as accurate as the paper's and not larger."""
     above = to_paper(row)
@@ -106,4 +114,4 @@ def as_good(row: Row) -> str:
     for kind, key in (("macs", "flops"), ("params", "params")):
         if row.share(kind) > (in_paper(row, key) or 100) + 0.005:
             return "larger"
-    return "yes" if above >= 0 else f"no ({above:+.2f})"
+    return judged(row, above >= 0, above)

@@ -18,6 +18,7 @@ from hap.report.markdown import (
     budget,
     command,
     in_paper,
+    judged,
     left,
     link,
     linked,
@@ -110,7 +111,8 @@ table makes what it lacks; with folders of its own (`--results`, `--networks`, `
 Networks to take away, below, are checked in a minute.
 
 - Accuracy is on the 10,000 test images after the LAST epoch, in per cent; with several seeds mean ± standard deviation.
-  The paper's public code reports the best of all epochs on the same images.
+  The paper's public code reports the best of all epochs on the same images. Points above or below a published figure
+  stand with half of the 95% interval of our mean over seeds; what they report has a spread too, which is not known.
 - "Dense network" is the one that a pruned network was made from: seed by seed the same for all methods of a table.
 - FLOPs are multiply-adds of convolutions and linear layers. Rows of HAP and HAP + Implant are at no more FLOPs, and
   where the paper gives them at no more parameters, than the paper's.
@@ -308,7 +310,7 @@ def best(page: Page) -> str:
     lines = []
     for row in page.of("best"):
         figure, who = published[(short(row.job.model), *row.budget)]
-        beaten = ("yes" if row.mean > figure else f"no ({row.mean - figure:+.2f})") if row.records else ""
+        beaten = judged(row, row.mean > figure, row.mean - figure) if row.records else ""
         name = f"{NAMES[row.job.model]}, {row.label}, {budget(row)}"
         lines.append([linked(row, name) if row.records else name, left(row, "macs"), left(row, "params"), accuracy(row),
                       number(row.dense, 2) if row.records else "", f"{figure:.2f} ({who})", beaten])  # fmt: skip
@@ -349,7 +351,7 @@ def curves(page: Page) -> str:
 def _point(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row.mean:.2f}" if row.records else NOT_RUN
+    return link(f"{row.mean:.2f}", row.records[0]) if row.records else NOT_RUN
 
 
 def sensitivity(page: Page) -> str:

@@ -55,8 +55,7 @@ def difference(above: dict[int, float], below: dict[int, float]) -> tuple[float,
     shared = [seed for seed in above if seed in below]
     pairs = [above[seed] - below[seed] for seed in shared]
     if len(pairs) > 1:
-        margin = _margin(statistics.variance(pairs) / len(pairs), len(pairs) - 1)
-        return statistics.fmean(pairs), margin, f"{len(pairs)} seeds in pairs"
+        return statistics.fmean(pairs), margin(pairs), f"{len(pairs)} seeds in pairs"
     if len(above) > 1 and len(below) > 1:
         return _welch(list(above.values()), list(below.values()))
     if shared:
@@ -68,8 +67,13 @@ def _welch(above: Sequence[float], below: Sequence[float]) -> tuple[float, float
     squares = [statistics.variance(side) / len(side) for side in (above, below)]
     weights = [square**2 / (len(side) - 1) for square, side in zip(squares, (above, below), strict=True)]
     freedom = sum(squares) ** 2 / sum(weights) if any(weights) else 1.0
-    margin = _margin(sum(squares), freedom)
-    return statistics.fmean(above) - statistics.fmean(below), margin, f"{len(above)} and {len(below)} seeds"
+    within = _margin(sum(squares), freedom)
+    return statistics.fmean(above) - statistics.fmean(below), within, f"{len(above)} and {len(below)} seeds"
+
+
+def margin(values: Sequence[float]) -> float | None:
+    """Half of the 95% interval of a mean over seeds; of one seed it is not known."""
+    return None if len(values) < 2 else _margin(statistics.variance(values) / len(values), len(values) - 1)
 
 
 def _margin(squared_error: float, freedom: float) -> float:
