@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -22,22 +22,28 @@ from hap.errors import HapError
 from hap.walking import every_module, named_tensors, set_mode
 
 ATOMS = frozenset({
-    int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, FunctionType,
-    BuiltinFunctionType,
+    int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, BuiltinFunctionType,
 })  # fmt: skip
 """Types of which deepcopy returns the value itself."""
+OWN = -1
+"""Where a memo notes whose copy is made, and then the ids of all modules and tensors in it."""
 LARGE = 1 << 20
 """Tensors of as many bytes are not copied until they are written to."""
 DICTS, FLAT = (dict, OrderedDict), (tuple, list, set)
 
 
 def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
-    """What copy.deepcopy(value, memo) returns. Tensors that belong to a graph are copied without it."""
+    """What copy.deepcopy(value, memo) returns. Tensors that belong to a graph are copied without it, and functions that
+    reach into the model, such as a forward put in place of another, reach into the copy."""
     kind: Any = type(value)
     if kind in ATOMS:
         return value
     if id(value) in memo:
         return memo[id(value)]
+    if kind is FunctionType:
+        return _rebound(value, memo)
+    if kind is MethodType:
+        return MethodType(value.__func__, deepcopied(value.__self__, memo))
     if kind in DICTS and not getattr(value, "__dict__", None):
         made = memo[id(value)] = kind()
         for key, item in value.items():
@@ -48,11 +54,72 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, Tensor) and not value.is_leaf:
         return memo.setdefault(id(value), value.detach().clone())
     if isinstance(value, nn.Module) and _plain(kind):
+        memo.setdefault(OWN, value)
         made = memo[id(value)] = object.__new__(kind)
         state = value.__getstate__()
         made.__setstate__({n: item if type(item) in ATOMS else deepcopied(item, memo) for n, item in state.items()})
         return made
     return copy.deepcopy(value, memo)
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """The function with copies in place of what it reaches of the model; the function itself, if that is nothing."""
+    if not _reaches(function, _own(memo), set()):
+        return function
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    names = {name: deepcopied(value, memo) for name, value in _globals(function) if _reaches(value, _own(memo), set())}
+    made = FunctionType(
+        function.__code__, function.__globals__ | names if names else function.__globals__, function.__name__,
+        function.__defaults__, cells,
+    )  # fmt: skip
+    memo[id(function)] = made
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    for cell, (old, held) in zip(cells, _held(function), strict=True):
+        if held:
+            cell.cell_contents = deepcopied(old, memo) if _reaches(old, _own(memo), set()) else old
+    return made
+
+
+def _own(memo: dict[int, Any]) -> Set[int]:
+    """The ids of the modules and tensors of the model that is copied."""
+    if isinstance(model := memo.get(OWN), nn.Module):
+        memo[OWN] = frozenset(map(id, (*every_module(model), *named_tensors(model).values())))
+    return memo.get(OWN, frozenset())
+
+
+def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
+    """Whether one of these objects is reached from a value, as far as functions, methods and plain containers lead."""
+    if id(value) in own:
+        return True
+    if type(value) in ATOMS or id(value) in seen:
+        return False
+    seen.add(id(value))
+    inside: Iterable[Any] = ()
+    if isinstance(value, FunctionType):
+        inside = (*(old for old, held in _held(value) if held), *(item for _, item in _globals(value)))
+    elif isinstance(value, MethodType):
+        inside = (value.__self__,)
+    elif isinstance(value, tuple | list | dict):
+        inside = value.values() if isinstance(value, dict) else value
+    return any(_reaches(item, own, seen) for item in inside)
+
+
+def _held(function: FunctionType) -> list[tuple[Any, bool]]:
+    """What the cells of a function's closure hold, and whether they hold anything yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append((cell.cell_contents, True))
+        except ValueError:  # nothing was assigned to it
+            found.append((None, False))
+    return found
+
+
+def _globals(function: FunctionType) -> list[tuple[str, nn.Module]]:
+    """Modules that a function reaches by the names of global variables."""
+    known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    return [(name, value) for name, value in known if isinstance(value, nn.Module)]
 
 
 def cloned(tensor: Tensor) -> Tensor:
