@@ -84,11 +84,24 @@ def export(
     start_autograd()
     with (
         letting_go(model), evaluating(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
-        returning_what_is_known(model),
+        returning_what_is_known(model), _leaving_nothing(model),
     ):  # fmt: skip
         for module in training:
             module.training = True
         return torch.export.export(model, args, kwargs, strict=False)
+
+
+@contextmanager
+def _leaving_nothing(model: nn.Module) -> Iterator[None]:
+    """Attributes that modules do not have are gone again after, such as what a forward keeps for others to look at:
+    while it is captured, these are tensors without data, which nobody could use and of which no copy can be made."""
+    before = [(module, set(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, names in before:
+            for name in vars(module).keys() - names:
+                del vars(module)[name]
 
 
 class _NoTraceback:
