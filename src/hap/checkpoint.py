@@ -36,6 +36,7 @@ class Checkpoint:
     about: dict[str, Any]
     aliases: dict[str, str]
     shapes: dict[str, list[int]]
+    extra: dict[str, Any]
 
     @property
     def plan(self) -> Plan | None:
@@ -53,7 +54,10 @@ def save(path: str | Path, model: nn.Module, plan: Plan | Sequence[Plan] | None 
     path = Path(path)
     plans = [plan] if isinstance(plan, Plan) else list(plan or ())
     _check_made_by(model, plans)
-    tensors, aliases = _distinct(model.state_dict())
+    state = model.state_dict()
+    tensors, aliases = _distinct({name: value for name, value in state.items() if isinstance(value, Tensor)})
+    extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    _check_extra(extra)
     header = {
         "format": FORMAT,
         "plans": [p.to_dict() for p in plans],
@@ -61,6 +65,7 @@ def save(path: str | Path, model: nn.Module, plan: Plan | Sequence[Plan] | None 
         "metrics": dict(metrics or {}),
         "about": dict(about or {}),
         "aliases": aliases,
+        "extra": extra,
     }
     try:
         text = json.dumps(header)
@@ -68,6 +73,20 @@ def save(path: str | Path, model: nn.Module, plan: Plan | Sequence[Plan] | None 
         raise HapError(f"recipe, metrics and about must be JSON: {error}") from error
     write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
     return path
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """What modules keep beside tensors (get_extra_state) must come back from JSON as it was: nothing is pickled."""
+    for name, value in extra.items():
+        try:
+            same = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise HapError(
+                f"{name} is {type(value).__name__}, which JSON does not hold: let get_extra_state return plain values, "
+                "such as dicts and lists of numbers and text, or tensors in buffers"
+            )
 
 
 def _check_made_by(model: nn.Module, plans: list[Plan]) -> None:
@@ -85,8 +104,9 @@ def _check_made_by(model: nn.Module, plans: list[Plan]) -> None:
 
 
 def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor once; names that share one are listed as aliases of the first."""
+    """Every tensor once; names that share one are listed as aliases of the first. Those that share a part are apart."""
     first: dict[Any, str] = {}
+    stored: set[int] = set()
     tensors, aliases = {}, {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -94,7 +114,10 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
             aliases[name] = first[key]
         else:
             first[key] = name
-            tensors[name] = tensor.detach().cpu().contiguous()
+            plain = tensor.detach().cpu().contiguous()
+            place = plain.untyped_storage().data_ptr()
+            tensors[name] = plain.clone() if place in stored else plain
+            stored.add(place)
     return tensors, aliases
 
 
@@ -120,9 +143,12 @@ def read(path: str | Path) -> Checkpoint:
         header["about"],
         header["aliases"],
         shapes,
+        header.get("extra") or {},
     )
 
 
+EXTRA = "_extra_state"
+"""How the name ends under which torch lists what a module's get_extra_state returns."""
 KINDS = {"plans": list, "recipe": dict | None, "metrics": dict, "about": dict, "aliases": dict}
 
 
@@ -158,17 +184,24 @@ def load(path: str | Path, model: nn.Module) -> nn.Module:
     except HapError as error:
         raise HapError(f"{path} was saved from another model: {error}") from error
     _compare(path, checkpoint, trial)
-    tensors = {name: tensors[checkpoint.aliases.get(name, name)] for name in trial.state_dict()}
+    tensors = {name: tensors[checkpoint.aliases.get(name, name)] for name in _tensors(trial)}
     _check_ties(path, tensors, trial)
     _check_not_rounded(path, tensors, trial)
     for plan in checkpoint.plans:
         rebuild_(model, plan)
     with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in _tensors(model).items():
             if (dtype := _holding(tensor.dtype, tensors[name].dtype)) != tensor.dtype:
                 tensor.data = tensor.data.to(dtype)
             tensor.data.copy_(tensors[name])
+    for name, value in checkpoint.extra.items():
+        model.get_submodule(name.removesuffix(EXTRA).rstrip(".")).set_extra_state(value)
     return model
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model, but for what is no tensor: see _check_extra."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def _holding(own: torch.dtype, stored: torch.dtype) -> torch.dtype:
@@ -181,7 +214,7 @@ def _holding(own: torch.dtype, stored: torch.dtype) -> torch.dtype:
 def _check_ties(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """A tensor of the model that has several names can take one value only."""
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in _tensors(model).items():
         other = first.setdefault(id(tensor), name)
         if tensors[name] is not tensors[other] and not torch.equal(tensors[name], tensors[other]):
             raise HapError(
@@ -193,7 +226,7 @@ def _check_ties(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Modul
 def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Where all tensors of a dtype take a wider one, those that are not in the file were rounded when the model was
     made. A file with both holds a model of mixed precision, whose tables have the narrow one for all that it says."""
-    state, stored = model.state_dict(), {tensor.dtype for tensor in tensors.values()}
+    state, stored = _tensors(model), {tensor.dtype for tensor in tensors.values()}
     wider = {t.dtype: d for n, t in state.items() if (d := _holding(t.dtype, tensors[n].dtype)) != t.dtype}
     for name, buffer in model.named_buffers():
         if name not in state and buffer.dtype in wider and buffer.dtype not in stored:
@@ -205,7 +238,7 @@ def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: n
 
 
 def _compare(path: str | Path, checkpoint: Checkpoint, model: nn.Module) -> None:
-    state = model.state_dict()
+    state = _tensors(model)
     for name, tensor in state.items():
         shape = checkpoint.shapes.get(checkpoint.aliases.get(name, name))
         if shape is None:
@@ -214,7 +247,11 @@ def _compare(path: str | Path, checkpoint: Checkpoint, model: nn.Module) -> None
             raise HapError(
                 f"{path} was saved from another model: {name} has shape {shape} there and {list(tensor.shape)} here"
             )
-    if extra := [n for n in checkpoint.shapes if n not in state]:
+    beside = model.state_dict().keys() - state.keys()
+    lacking = sorted(beside - checkpoint.extra.keys())
+    if lacking:
+        raise HapError(f"{path} has no {lacking[0]!r}, which the model needs; was it saved from another model?")
+    if extra := [n for n in (*checkpoint.shapes, *checkpoint.extra) if n not in state and n not in beside]:
         raise HapError(f"{path} was saved from another model: it holds {extra[0]!r}, which this one does not have")
 
 
