@@ -90,17 +90,18 @@ class Trial:
 
     A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute of the
     module such as `num_heads`; running it does. `candidates` are such attributes, and `found` those that had to follow.
-    The weights of groups that are `loud` are tried that many times larger.
+    The weights of groups that are `loud` are tried that many times larger. What a trial `before` found is tried first.
     """
 
     def __init__(
         self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length],
         repeats: Repeats = NONE, sliced: Ints = NOTHING, loud: Mapping[str, float] = MappingProxyType({}),
+        before: Trial | None = None,
     ):  # fmt: skip
         model, example = touched(model, example, [name for (name, _), classes in groups.axes.items() if classes.any()])
         self.example, self.groups = example, replace(without(groups, repeats), untouched={})  # nobody reads its plans
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced, loud=loud)
-        self.repeats, self.attributes = repeats, candidates
+        self.repeats, self.attributes, self.before = repeats, candidates, before
         self.cost = CostModel(self.groups)
         self.further: list[Trial] = []
         self.reaches: dict[str, Ints] = {}
@@ -125,6 +126,8 @@ class Trial:
         self.failed: str | None = None
         self.pruned: tuple[nn.Module, Plan, Any] | None = None
         self.instead: Trial | None = None
+        self.outcome: tuple[list[str], list[Length]] | None = None
+        self.agrees = False
         self.ran = False
 
     def _heavy(self) -> bool:
@@ -181,6 +184,7 @@ class Trial:
     def misfits(self) -> list[str]:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`."""
         misfits = self._misfits()
+        self.outcome = misfits, list(self.found)
         self.found += self._following_in_export(misfits)
         misfits = self.repeats.like(misfits)
         self.found = self.repeats.lengths_like(self.found, self.attributes)
@@ -193,6 +197,8 @@ class Trial:
         """Why these groups do not fit: what came of it where one of them, or one of its kind, lost units by itself."""
         if self.instead is not None:
             return self.instead.reasons(misfits)
+        if self.agrees and self.before is not None:
+            return self.before.reasons(misfits)
         told: dict[str, tuple[str, str]] = {}
         for (_, cut), ends in self.ends.items():
             alone = cut.intersection(misfits)
@@ -240,6 +246,8 @@ class Trial:
         As many groups at once as work. Of the others, one of each kind of name decides for its kind, and if its kin do
         not bear that out, each is tried by itself. What works is cut short in all later trials, so that these run fast.
         """
+        if (misfits := self._as_before()) is not None:
+            return misfits
         together, self.found = self._together()
         doubtful = [n for n in self.able if n not in together]
         if doubtful and not together:
@@ -255,6 +263,9 @@ class Trial:
                 lengths = [x for n in kin for x in able[n]]
                 if len(kin) == 1 or self._fits(kin, lengths, rounds=1):
                     self._cut_short(kin, lengths)
+            elif (others := kin[1:]) and self._fits(others, [], rounds=1):  # what is named alike need not be alike
+                able |= {n: [] for n in others}
+                self._cut_short(others, [])
         for _ in range(2 if able else 0):
             lengths = [*self.found, *(x for needed in able.values() for x in needed)]
             if self._fits([*together, *able], lengths):
@@ -264,6 +275,17 @@ class Trial:
             self._cut_short(together, self.found)
             able = self._fitting(able)
         return doubtful
+
+    def _as_before(self) -> list[str] | None:
+        """The misfits of the trial before, if what it found holds here too; `found` is then as it was there."""
+        if self.before is None or self.before.outcome is None or self.before.instead is not None:
+            return None
+        misfits, found = self.before.outcome
+        able = [n for n in self.able if n not in misfits]
+        if not able or not self._fits(able, found):
+            return None
+        self.found, self.agrees = list(found), True
+        return misfits
 
     def untold(self, misfits: Sequence[str]) -> list[str]:
         """The groups of heads, besides these, that the example tells too little of: any split into heads would fit."""
@@ -506,7 +528,9 @@ class Trial:
         return found
 
 
-def tried(trial_with: Callable[[Mapping[str, float]], Trial]) -> tuple[Trial, list[str], list[str]]:
+def tried(
+    trial_with: Callable[[Mapping[str, float], Trial | None], Trial],
+) -> tuple[Trial, list[str], list[str]]:
     """A trial, the groups that do not fit, and those of heads that it could not tell apart.
 
     What an untrained model hands on may come to so little that attention looks at all alike: then such heads are tried
@@ -514,13 +538,15 @@ def tried(trial_with: Callable[[Mapping[str, float]], Trial]) -> tuple[Trial, li
     """
     untold: list[str] = []
     loud: dict[str, float] = {}
+    trial: Trial | None = None
     for loudness in LOUDNESS:
         loud = dict.fromkeys(untold, loudness)
-        with closing(trial_with(loud)) as trial:
+        with closing(trial_with(loud, trial)) as trial:
             misfits = trial.misfits()
             untold = [*trial.untold(misfits), *(n for n in misfits if n in loud)]
         if not untold:
             break
+    assert trial is not None
     return trial, [n for n in misfits if n not in untold], untold
 
 
