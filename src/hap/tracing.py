@@ -45,7 +45,7 @@ from hap.groups import (
 from hap.repeats import find_repeats
 from hap.stand_ins import stand_in
 from hap.staying import ASKED, OUTPUT, STREAM, find_untouched
-from hap.training_only import ALONE, TrainingOnly, training_only
+from hap.training_only import ALONE, TrainingOnly, training_only, warn_of_idle
 from hap.trials import Trial, tried
 from hap.untold import telling_example
 from hap.walking import named_tensors
@@ -81,7 +81,7 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     shapes = captured.shapes
     tracer = Tracer(model, captured.program, captured.called, coupling)
     tracer.run()
-    branches = training_only(model, example, tracer.unread())
+    branches, unread = training_only(model, example, tracer.unread())
     if branches is not None:
         tracer.include(branches)
     groups = tracer.settle(describe(example), ignore, stream)
@@ -104,6 +104,7 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
         for name, why in unfit.items():
             tracer.freeze(groups[name].classes, name, why)
         groups = tracer.finish(groups.example)
+    warn_of_idle(model, groups, unread)
     return groups
 
 
@@ -560,11 +561,12 @@ class Tracer:
         root = self._resolve()
         made = occurring(self._next, (root[labels] for labels in self._made()))
         present = occurring(self._next, (root[labels] for labels in self.axes.values()))
-        orphans = np.setdiff1d(np.flatnonzero(present & ~made), [0])
-        if not len(orphans):
+        orphaned = present & ~made
+        orphaned[0] = False
+        if not orphaned.any():
             return root
-        kept = [key[0] for key, labels in self.axes.items() if np.isin(root[labels], orphans).any()]
-        self.freeze(orphans, ", ".join(dict.fromkeys(kept)), "no layer computes it")
+        kept = [key[0] for key, labels in self.axes.items() if orphaned[root[labels]].any()]
+        self.freeze(np.flatnonzero(orphaned), ", ".join(dict.fromkeys(kept)), "no layer computes it")
         return self._resolve()
 
     def _resolve(self) -> Ints:

@@ -69,8 +69,8 @@ class TrainingOnly:
         return None if shapes == self.shapes else "it returns tensors of other shapes"
 
 
-def training_only(model: nn.Module, example: Any, unread: Set[str]) -> TrainingOnly | None:
-    """What the model runs in training that reads these parameters; None, if nothing does, or it does not run so.
+def training_only(model: nn.Module, example: Any, unread: Set[str]) -> tuple[TrainingOnly | None, Set[str]]:
+    """What the model runs in training that reads some of these parameters, if it does, and those that nothing reads.
 
     It does run in evaluation, and so a warning says if it does not in training: then there may be something. Of a view
     of parts, what is in no part never runs.
@@ -78,11 +78,11 @@ def training_only(model: nn.Module, example: Any, unread: Set[str]) -> TrainingO
     if isinstance(model, Parts):
         unread = frozenset(n for n in unread if n.startswith(tuple(f"{part}." for part in model.names)))
     if not unread:
-        return None
+        return None, unread
     try:
         copy = _copy(model, {})
     except Exception:  # where no copy can be made no group goes, and that is said there
-        return None
+        return None, unread
     try:
         shapes, read = _run_in_training(copy, example)
     except Exception as error:  # it may want labels, or whatever else the example lacks
@@ -93,8 +93,25 @@ def training_only(model: nn.Module, example: Any, unread: Set[str]) -> TrainingO
             "on, such as with labels",
             stacklevel=6,
         )
-        return None
-    return TrainingOnly(model, example, read & unread, shapes) if read & unread else None
+        return None, frozenset()
+    return TrainingOnly(model, example, read & unread, shapes) if read & unread else None, unread - read
+
+
+def warn_of_idle(model: nn.Module, groups: Groups, unread: Set[str]) -> None:
+    """Say which modules the example does not run though they may read what goes, as far as widths tell: they are not
+    cut with it. Such is the head of another task, or a copy of the model that is kept beside it."""
+    widths = {len(classes) for classes in groups.axes.values() if classes.any()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    able = [name for name in shapes if name in unread and len(shapes[name]) > 1 and not widths.isdisjoint(shapes[name])]
+    idle = list(dict.fromkeys(_branch(model, unread, name) for name in able))
+    if idle:
+        those = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+        warnings.warn(
+            f"the example does not run {those}, which {'is' if len(idle) == 1 else 'are'} not cut with what "
+            f"{'it reads' if len(idle) == 1 else 'they read'}, and may no longer fit: give an example that runs all of "
+            "the model, or leave out by ignore= what such modules read",
+            stacklevel=6,
+        )
 
 
 def _branch(model: nn.Module, parameters: Set[str], parameter: str) -> str:
