@@ -27,7 +27,12 @@ VALUES = "the value of output"
 def outputs(model: nn.Module, example: Any, watched: bool = True) -> list[Any]:
     """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels."""
     with NoEmptyHeads() if watched else nullcontext():
-        return pytree.tree_leaves(known(run(model, example)))
+        return [_real(x) for x in pytree.tree_leaves(known(run(model, example)))]
+
+
+def _real(value: Any) -> Any:
+    """Complex numbers as pairs of real ones; all else as it is."""
+    return torch.view_as_real(value.resolve_conj()) if isinstance(value, Tensor) and value.is_complex() else value
 
 
 def difference(

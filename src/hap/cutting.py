@@ -90,7 +90,10 @@ def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) ->
 
 def with_entry(old: Any, entry: int, value: Any) -> Any:
     """The value in place of the old one; of several in a tuple or list, in place of the one at `entry`."""
-    return type(old)([*old[:entry], value, *old[entry + 1 :]]) if isinstance(old, tuple | list) else value
+    if not isinstance(old, tuple | list):
+        return value
+    items = [*old[:entry], value, *old[entry + 1 :]]
+    return old._make(items) if hasattr(old, "_make") else type(old)(items)  # that of a namedtuple takes them one by one
 
 
 def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[str, str]:
@@ -154,6 +157,8 @@ def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
         follow_weights_(module)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
 
 
 def _sync_convolution(module: _ConvNd, before: list[int]) -> None:

@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from hap import rules
 from hap.operators import CONVOLUTIONS, FILLED, RECURRENT, TRANSPOSED
+from hap.walking import takes_hooks
 
 Arguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
 """By module, for each of its calls, the shapes of the tensors that it is called with."""
@@ -37,7 +38,7 @@ def recording(model: nn.Module) -> Iterator[Arguments]:
     """Notes what modules are called with."""
     found: Arguments = {}
     with ExitStack() as stack:
-        for name, module in model.named_modules():
+        for name, module in ((n, m) for n, m in model.named_modules() if takes_hooks(m)):
             hook = module.register_forward_pre_hook(_recorder(found, name), with_kwargs=True)
             stack.callback(hook.remove)
         yield found

@@ -159,7 +159,8 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, 
 def describe(example: Any) -> Any:
     """The example without its values, as JSON: enough to make another one like it."""
     if isinstance(example, Tensor):
-        below = int(example.max()) + 1 if not example.is_floating_point() and example.numel() else None
+        real = example.is_floating_point() or example.is_complex()
+        below = int(example.max()) + 1 if not real and example.numel() else None
         return {
             "shape": list(example.shape),
             "dtype": str(example.dtype).removeprefix("torch."),
@@ -180,7 +181,8 @@ def imagine(description: Any, device: torch.device | None = None) -> Any:
         if "shape" in d:
             dtype = getattr(torch, d["dtype"])
             if d["below"] is None:
-                return torch.randn(d["shape"], generator=generator).to(device, dtype)
+                wide = torch.complex64 if dtype.is_complex else torch.float32
+                return torch.randn(d["shape"], generator=generator, dtype=wide).to(device, dtype)
             return torch.randint(0, max(d["below"], 1), d["shape"], generator=generator).to(device, dtype)
         if "dict" in d:
             return {key: make(value) for key, value in d["dict"].items()}

@@ -25,7 +25,7 @@ from hap.errors import HapError
 from hap.examples import call_arguments
 from hap.given import check_given
 from hap.repeats import same_modules
-from hap.walking import named_tensors
+from hap.walking import named_tensors, takes_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -413,7 +413,8 @@ def _recording(
 
     with ExitStack() as stack:
         stack.callback(stop)
-        for name, module in ((n, m) for n, m in model.named_modules() if n == WHOLE or _has_parameters(m)):
+        hooked = [(n, m) for n, m in model.named_modules() if takes_hooks(m) and (n == WHOLE or _has_parameters(m))]
+        for name, module in hooked:
             stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
         yield versions

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hap.groups import Bools, Groups, Ints, Length
+from hap.walking import takes_hooks
 from hap.watching import SETTINGS
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def noting_shapes(model: nn.Module) -> Iterator[dict[str, int]]:
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if name and [*module.children()]:
+            if name and [*module.children()] and takes_hooks(module):
                 stack.callback(module.register_forward_hook(noter(name)).remove)
         yield found
 

@@ -199,8 +199,11 @@ def _counted(node: fx.Node) -> tuple[int, set[str]]:
     fakes = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, FakeTensor)]
     if not fakes or not isinstance(node.target, torch._ops.OpOverload):
         return 0, set()
-    with fakes[0].fake_mode, Counter() as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        node.target(*args, **kwargs)
+    try:
+        with fakes[0].fake_mode, Counter() as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            node.target(*args, **kwargs)
+    except RuntimeError:  # such as in torch.vmap, whose tensors mean nothing outside
+        return 0, {short_name(node)}
     return counter.get_total_flops() // 2, counter.unknown
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Modules that torch.jit has scripted take none in Python, and nothing of them can be cut."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
