@@ -149,6 +149,11 @@ def test_a_sweep_keeps_reasons_and_does_nothing_twice(tmp_path: Path, monkeypatc
     zoo.sweep(["hap:a", "hap:b"], out, retry=True, say=_quiet)
     assert asked == [("hap:b", "hap"), ("hap:b", "torch_pruning")]
 
+    asked.clear()
+    records = zoo.sweep(["hap:a"], out, again=True, revision="newer", say=_quiet)["models"]
+    assert asked == [("hap:a", "hap")] and [r["model"] for r in records] == ["hap:a", "hap:b", "hap:c"]
+    assert records[0]["revision"] == "newer" and records[0]["torch_pruning"]["seconds"] == 5
+
 
 def test_a_file_of_another_sweep_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch)

@@ -34,6 +34,10 @@ def zoo(
     seconds: Annotated[float, typer.Option(help="Time limit for pruning a model, and again for exporting it.")] = 120.0,
     memory: Annotated[float, typer.Option(help="Most GiB of memory for each process.")] = 16.0,
     retry: Annotated[bool, typer.Option("--retry", help="Do again what failed before.")] = False,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Do all again but for torch-pruning, which a change of hap does not concern."),
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Source revision to record, where git cannot tell.")] = None,
 ) -> None:
     """Prune models of other libraries by magnitude, each checked by running it. What is done is not done again.
@@ -49,12 +53,14 @@ def zoo(
     specs = [spec for given in models for spec in _specs(given)]
     with resumable("the same command goes on where it stopped"):
         found = sweep(
-            specs, results, flops, processes, seconds, memory, retry, revision, lambda text: typer.echo(text, err=True)
-        )
+            specs, results, flops, processes, seconds, memory, retry, again, revision,
+            lambda text: typer.echo(text, err=True),
+        )  # fmt: skip
     heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export", "exported", "torch-pruning"]
     out().print(table(heads, [_row(record, seconds) for record in found["models"]]))
     out().print(table(FAMILY_HEADS, family_rows(found["summary"])))
-    out().print(table(ABOVE_HEADS, above_rows(found["summary"])))
+    if above := above_rows(found["summary"]):
+        out().print(table(ABOVE_HEADS, above))
     for line in [*failures(found["models"]), *sentences(found["summary"])]:
         out().print(line, markup=False, soft_wrap=True)
 

@@ -35,12 +35,13 @@ virtual machine a new gigabyte may take seconds to get, more than all that is me
 
 
 def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,
-          memory: float = 16, retry: bool = False, revision: str | None = None,
+          memory: float = 16, retry: bool = False, again: bool = False, revision: str | None = None,
           say: Callable[[str], None] = print) -> Record:  # fmt: skip
     """Measure every model in a process of its own, and torch-pruning on each in another, where that is installed.
 
     They start in the order given, so the slowest should come first. What is in `out` already is not done again; with
-    `retry`, what failed there is. Returns what it wrote to `out`, which it does after every process that ends.
+    `retry`, what failed there is, and with `again` all that is not of torch-pruning. Returns what it wrote to `out`,
+    which it does after every process that ends.
     """
     specs = list(dict.fromkeys(specs))
     found = _known(out, flops, seconds, retry)
@@ -54,7 +55,9 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
     about |= {"versions": _versions()} | provenance(revision)
     about["hardware"] |= {"gpu": None, "threads": 1}  # those of a model's process
     tools = ("hap", PEER) if _has_peer() else ("hap",)
-    jobs = [(spec, tool) for spec in specs for tool in tools if (spec, tool) not in found]
+    every = [(spec, tool) for spec in specs for tool in tools]
+    jobs = [job for job in every if job not in found or (again and job[1] == "hap")]
+    left = set(jobs)
 
     def write() -> Record:
         names = [spec for spec in dict.fromkeys((*specs, *(s for s, _ in found))) if (spec, "hap") in found]
@@ -70,8 +73,8 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
             record = {"model": spec, "flops": flops} | origin | record
         found[job] = record
         write()
-        left = sum(job not in found for job in jobs)
-        say(f"{left:4} left  {tool:13}  {'ok  ' if record['verified'] else 'FAIL'} {spec} {record.get('why', '')}")
+        left.discard(job)
+        say(f"{len(left):4} left  {tool:13}  {'ok  ' if record['verified'] else 'FAIL'} {spec} {record.get('why', '')}")
 
     asyncio.run(_all(jobs, flops, seconds, memory, processes, done))
     return write()

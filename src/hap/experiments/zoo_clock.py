@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hap.errors import HapError
 from hap.experiments.zoo_models import Missing
@@ -73,6 +74,11 @@ def _alarm(seconds: float, error: BaseException) -> Iterator[None]:
 def warm_memory(model: nn.Module) -> None:
     """Get as much memory as the model takes from the system, and keep it: that belongs to no model's seconds either."""
     torch.empty(sum(p.nbytes for p in model.parameters()), dtype=torch.uint8).zero_()
+
+
+def forget() -> None:
+    """What torch.export remembers of the operators it has seen: whoever exports first pays for whoever does it next."""
+    FakeTensorMode.cache_clear()
 
 
 def reason(error: BaseException) -> str:

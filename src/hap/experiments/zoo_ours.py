@@ -18,9 +18,9 @@ import hap
 from hap import exporting, surgery
 from hap.errors import HapError
 from hap.examples import call_arguments, run
-from hap.experiments.zoo_clock import Clock, OutOfTime, failure, reason, warm_memory
+from hap.experiments.zoo_clock import Clock, OutOfTime, failure, forget, reason, warm_memory
 from hap.experiments.zoo_models import build
-from hap.experiments.zoo_summary import equal, own_seconds, times_export
+from hap.experiments.zoo_summary import BRIEF, TRIALS, equal, own_seconds, times_export
 from hap.groups import Groups
 from hap.parts import captured_parts, captures, parts, view_where_it_chooses
 from hap.tracing import trace_captured
@@ -36,18 +36,15 @@ _WAYS: dict[str, Way] = {
 }
 
 
-BRIEF, TRIALS = 2.0, 3
-"""Models that are pruned in fewer seconds are pruned so many times: in so short a time, whatever else runs tells."""
-
-
 def measure(spec: str, flops: float, limit: float = math.inf) -> Iterator[Record]:
     """Prune one model by magnitude to a share of its FLOPs; then export it. Two records: the second says both.
 
     A model that torch.export cannot capture is pruned by its parts, and one that cannot be pruned that far in place as
     the graph that hap.rewrite makes of it, or else with its residual stream. The limit in seconds is on pruning, and
     then once more on exporting; what one forward and torch.export take before, alone, is only there to compare with.
-    The seconds of the executed check are among those of apply. A model that cannot be built took no seconds. Where it
-    was pruned several times, the seconds are of the trial in the middle, by times of torch.export, and all are listed.
+    Both begin with nothing that torch.export would remember. The seconds of the executed check are among those of
+    apply. A model that cannot be built took no seconds. Where it was pruned several times, the seconds are of the trial
+    in the middle, by times of torch.export, and all are listed.
     """
     record, subject, inputs = _pruned(spec, flops, limit)
     trials = [record]
@@ -106,6 +103,7 @@ def _pruned(spec: str, flops: float, limit: float) -> tuple[Record, Any, Any]:
 
 def _captures_alone(model: nn.Module, example: Any, alone: Clock) -> bool:
     """Whether torch.export captures it. If that takes too long there is nothing to compare with; pruning may try."""
+    forget()
     return _alone("export", lambda: captures(model, *call_arguments(example)), alone) is not False
 
 
@@ -134,6 +132,7 @@ def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record:
     """The first way that reaches the budget: what is to be pruned, its groups and the plan. All ways count."""
     for how, trace in ways.items():
         record["how"] = how
+        forget()
         model, groups = clock("trace", partial(trace, model, example))
         scores = clock("score", partial(hap.score, model, groups, None, None, "magnitude"))
         try:

@@ -12,8 +12,10 @@ from textwrap import fill
 from hap.errors import HapError
 from hap.experiments.zoo_summary import (
     ABOVE_HEADS,
+    BRIEF,
     EQUAL,
     FAMILY_HEADS,
+    TRIALS,
     Record,
     above_rows,
     failures,
@@ -37,13 +39,9 @@ def figures(result: Record) -> str:
         f"outputs after export are within {EQUAL:g} of the pruned model's, relative to the largest. {_source(result)}"
     )
     said = "\n".join(f"- {line}" for line in [*sentences(found), *failures(result["models"])])
-    return f"""{fill(opening, 120, break_on_hyphens=False)}
-
-{table(FAMILY_HEADS, family_rows(found))}
-
-{said}
-
-{table(ABOVE_HEADS, above_rows(found))}"""
+    above = above_rows(found)
+    parts = [fill(opening, 120, break_on_hyphens=False), table(FAMILY_HEADS, family_rows(found)), said]
+    return "\n\n".join([*parts, table(ABOVE_HEADS, above)] if above else parts)
 
 
 def _source(result: Record) -> str:
@@ -51,9 +49,13 @@ def _source(result: Record) -> str:
     cpus = " and ".join(dict.fromkeys(r.get("cpu", hardware["cpu"]) for r in result["models"]))
     versions = {"torch": hardware["torch"]} | result["versions"]
     with_what = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
+    brief = sum("trials" in record for record in result["models"])
+    again = (
+        f" Of {brief} models that take less than {BRIEF} s they are the middle one of {TRIALS} trials." if brief else ""
+    )
     return (
         f"Seconds are of one thread on {cpus}, {processes} models at a time, at most {result['limit_seconds']:g} for "
-        f"each; {with_what}."
+        f"each, in processes that keep the memory they have.{again} With {with_what}."
     )
 
 
