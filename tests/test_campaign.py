@@ -24,7 +24,7 @@ from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
 from hap.experiments.sensitivity import Look
 from hap.experiments.starting import BorrowedStep, EigenStep, opened
-from hap.files import held, write_json
+from hap.files import digest, held, write_json
 from hap.training import loop, stacking
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +66,29 @@ def test_what_was_pruned_with_other_settings_is_not_taken_up(data: Data, folders
         work_off([replace(job, images=8)], data, folders, say=quiet)
     work_off([job], data, folders, say=quiet)
     assert folders.result(job.name).exists()
+
+
+def test_what_was_pruned_from_another_dense_network_is_not_taken_up(data: Data, folders: Folders) -> None:
+    dense, job = make_jobs(2)
+    work_off([dense], data, folders, say=quiet)
+    work_off([job], data, folders, seconds=1e-3, say=quiet)
+    was = folders.network(dense.name).read_bytes()
+    folders.network(dense.name).unlink()
+    folders.started(job.name).rename(folders.work / "aside")
+    said: list[str] = []
+    work_off([dense, job], data, folders, seconds=1e-3, say=said.append)
+    assert any("dense has a result, but its network is gone" in text for text in said)
+    work_off([dense], data, folders, say=quiet)
+    folders.network(dense.name).write_bytes(was)
+    model = opened(folders.network(dense.name), "resnet20", 10)
+    torch.nn.init.normal_(model.conv1.weight)
+    hap.save(folders.network(dense.name), model)
+    (folders.work / "aside").rename(folders.started(job.name))
+    with pytest.raises(hap.HapError, match=r"was pruned from another network than the dense that is there now"):
+        work_off([job], data, folders, say=quiet)
+    folders.network(dense.name).write_bytes(was)
+    work_off([job], data, folders, say=quiet)
+    assert json.loads(folders.result(job.name).read_text())["dense_sha256"] == digest(folders.network(dense.name))
 
 
 def test_what_can_start_is_pruned_ahead_of_its_training(data: Data, folders: Folders) -> None:

@@ -18,6 +18,7 @@ from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.files import write_json
 from hap.report.results import write_results
+from hap.report.results_charts import STYLES
 from hap.report.rows import make_rows, spread
 from hap.report.verdicts import Comparison, compare, difference
 
@@ -81,7 +82,7 @@ def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> Non
         "[HAP](../results/cifar10/resnet56-paper-hap-38.74-seed0.json) "
         "[1](../results/cifar10/resnet56-paper-hap-38.74-seed1.json) "
         "[2](../results/cifar10/resnet56-paper-hap-38.74-seed2.json)", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)",
-        "93.85", "38.74, 41.53", "93.38", "yes (+0.12 ± 0.25)",  # 4.303 standard errors of 0.1 / 3**0.5
+        "93.85", "38.74, 41.53", "93.38", "within the noise (+0.12 ± 0.25)",  # 4.303 standard errors of 0.1 / 3**0.5
     ]  # fmt: skip
     assert row_of(text, "[HAP + Implant]", "40.70")[3:] == [
         "93.00 (1 of 3 seeds)",
@@ -186,7 +187,7 @@ def test_dense_networks_lead_to_their_results(tmp_path: Path) -> None:
 def test_the_best_protocol_stands_beside_what_is_published(tmp_path: Path) -> None:
     text, _ = rendered(tmp_path, seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945]))
     assert row_of(text, "ResNet56, HAP + Implant, at 53%")[3:] == [
-        "94.40 ± 0.10 (3 seeds)", "93.85", "94.22 (CORING)", "yes (+0.18 ± 0.25)",
+        "94.40 ± 0.10 (3 seeds)", "93.85", "94.22 (CORING)", "within the noise (+0.18 ± 0.25)",
     ]  # fmt: skip
 
 
@@ -205,6 +206,14 @@ def test_figures_are_drawn_from_what_has_run_and_do_not_change(tmp_path: Path) -
     assert row_of(text, "EigenDamage", "93.50")[1:] == [linked, "not run yet", "not run yet", ""]
     again, _ = rendered(tmp_path, {})
     assert again == text and pictures == {path.name: path.read_text() for path in paths[1:]}
+
+
+def test_every_method_of_a_figure_has_a_look_of_its_own() -> None:
+    for target in ("resnet56", "ablation", "implants", "rankings", "head-to-head", "curves"):
+        rows = make_rows([job for job in JOBS.values() if target in job.targets], {})
+        assert len({row.label for row in rows}) <= len(set(STYLES)), target
+    everything = {row.label for row in make_rows(list(JOBS.values()), {})}
+    assert len(set(STYLES)) == len(STYLES) >= len({label for label in everything if "Torch-Pruning" not in label})
 
 
 def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hap.experiments import batches
 from hap.experiments.batches import Batch
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.starting import IMAGES, BorrowedStep, Known, Step, describe, opened, prune
-from hap.files import check_writable, held, write_json
+from hap.files import check_writable, digest, held, write_json
 from hap.masking import dense_form, pruned_form, trains_alike
 from hap.plans import Plan
 from hap.provenance import provenance
@@ -231,6 +231,10 @@ def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, mann
            revision: str | None, say: Say) -> bool:  # fmt: skip
     """One batch of jobs; True when they are finished and recorded, and their state is needed no more."""
     begun = time.monotonic()
+    for job in jobs:
+        if folders.result(job.name).exists():
+            say(f"{job.name} has a result, but its network is gone and others start from it: it is trained again, and "
+                "is not the network that those before started from")  # fmt: skip
     _prune(jobs, data, folders, say)
     trainees = _trimmed([_trainee(job, data, folders, batch.masked_from) for job in jobs], batch, jobs[0].model, data)
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
@@ -298,6 +302,12 @@ def _start(job: Job, data: Data, folders: Folders) -> nn.Module:
     path, settings = folders.started(job.name), _settings(job)
     if read(path).about.get("settings", settings) != settings:
         raise HapError(f"{path} was pruned with other settings than {job.name} has now; delete it to prune anew")
+    there, used = _dense_digest(job, folders), read(path).about.get("dense")
+    if there is not None and used is not None and there != used:
+        raise HapError(
+            f"{path} was pruned from another network than the {job.dense} that is there now, which was trained "
+            "again; delete it to prune anew"
+        )
     return opened(path, job.model, data.classes).to(device)
 
 
@@ -313,8 +323,17 @@ def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
         made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images, scores)
         metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                    "scoring_seconds": made.seconds}  # fmt: skip
-        about = {"ranks": made.ranks, "settings": _settings(job)}
+        about = {"ranks": made.ranks, "settings": _settings(job), "dense": _dense_digest(job, folders)}
+        if folders.started(
+            job.name
+        ).exists():  # another process that prunes ahead was faster, and its plan may be in use
+            continue
         save(folders.started(job.name), model, made.plan, metrics=metrics, about=about)
+
+
+def _dense_digest(job: Job, folders: Folders) -> str | None:
+    """Which dense network it is that a job starts from: one that was trained again is another."""
+    return digest(folders.dense(job.dense)) if job.dense and folders.dense(job.dense).exists() else None
 
 
 def _settings(job: Job) -> Any:
@@ -339,7 +358,8 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
     count, dense = hap.cost(model, example), hap.cost(shape, example)
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
-        "seed": job.recipe.seed, "dense": job.dense, "prune": describe(job.prune),
+        "seed": job.recipe.seed, "dense": job.dense,
+        "dense_sha256": started.about.get("dense") if started else None, "prune": describe(job.prune),
         "images": min(job.images, len(data.train)) if job.prune else None,
         "targets": list(job.targets), "paper": job.paper,
         "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None,

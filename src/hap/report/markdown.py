@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hap.report.rows import Record, Row, spread
-from hap.report.verdicts import margin
+from hap.report.verdicts import NOISE, margin
 
 NOT_RUN = "not run yet"
 FILES = "../results/cifar10"
@@ -100,10 +100,12 @@ def to_paper(row: Row) -> float | None:
 
 
 def judged(row: Row, reached: bool, points: float) -> str:
-    """Whether a published figure is reached, by how many points, and half of the 95% interval over the seeds."""
+    """Whether a published figure is reached, by how many points, and half of the 95% interval over the seeds: nobody
+    can tell inside of that."""
     within = margin(row.accuracies)
     seeds = ", 1 seed" if within is None else f" ± {within:.2f}"
-    return f"{'yes' if reached else 'no'} ({points:+.2f}{seeds})"
+    noise = within is not None and abs(points) <= within
+    return f"{NOISE if noise else 'yes' if reached else 'no'} ({points:+.2f}{seeds})"
 
 
 def as_good(row: Row) -> str:

@@ -141,7 +141,7 @@ def claims(page: Page) -> str:
         curves = page.of("curves", model)
         for above, below in (("HAP", "EigenDamage"), ("HAP", "Magnitude"), ("HAP + Implant", "HAP")):
             lines.append(_claim(name, above, below, curves))
-    head = ["network", "claim, at equal size", "verdict", "differences in points of accuracy"]
+    head = ["network", "claim, at equal FLOPs or parameters", "verdict", "differences in points of accuracy"]
     told = [line for line in lines if line[2] != NOT_RUN]
     waiting = "; ".join(f"{network}, {claim}" for network, claim, verdict, _ in lines if verdict == NOT_RUN)
     parts = ["## Claims", "What the tables below say of the paper's claims, and of some of ours."]

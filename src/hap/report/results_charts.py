@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from hap.report.rows import Row
 from hap.report.style import MUTED, SERIES, Figure, new_figure, styled
+
+STYLES = [(colour, marker) for marker in ("o", "s", "^", "D") for colour in SERIES]
+"""As many methods as there are look different."""
 
 
 def against_flops(rows: Sequence[Row]) -> Figure:
@@ -15,11 +19,11 @@ def against_flops(rows: Sequence[Row]) -> Figure:
     with styled():
         figure, axes = new_figure(8.2, 4.2)
         axis = axes[0][0]
-        for colour, (name, members) in zip(SERIES * 2, _by_label(rows).items(), strict=False):
-            _line(axis, members, "macs", colour, name)
+        for (colour, marker), (name, members) in zip(cycle(STYLES), _by_label(rows).items(), strict=False):
+            _line(axis, members, "macs", colour, name, marker)
             points = [(r.job.paper["flops"], r.job.paper["accuracy"]) for r in members if r.job.paper]
             if points:
-                axis.plot(*zip(*sorted(points), strict=True), "o", mfc="none", mec=colour, ms=6.5, mew=1.2)
+                axis.plot(*zip(*sorted(points), strict=True), marker, mfc="none", mec=colour, ms=6.5, mew=1.2)
         _label(axis, "FLOPs left, %", "ResNet56, protocol paper (hollow: the paper's figures)")
         figure.legend(loc="outside right upper")
     return figure
@@ -31,10 +35,10 @@ def curves(rows: Sequence[Row], names: Mapping[str, str]) -> Figure:
     epochs = rows[0].job.recipe.epochs
     with styled():
         figure, axes = new_figure(4.6 * len(models), 3.6, 1, len(models))
-        colours = dict(zip(_by_label(rows), SERIES, strict=False))
+        styles = dict(zip(_by_label(rows), cycle(STYLES), strict=False))
         for axis, model in zip(axes[0], models, strict=True):
             for name, members in _by_label([r for r in rows if r.job.model == model]).items():
-                _line(axis, members, "params", colours[name], name)
+                _line(axis, members, "params", styles[name][0], name, styles[name][1])
             _label(axis, "parameters left, %", f"{names[model]}, {epochs} epochs of fine-tuning")
         axes[0][0].legend(loc="lower right")
     return figure
@@ -55,10 +59,10 @@ def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _line(axis: Any, rows: Sequence[Row], kind: str, colour: str, name: str) -> None:
+def _line(axis: Any, rows: Sequence[Row], kind: str, colour: str, name: str, marker: str) -> None:
     ordered = sorted(rows, key=lambda row: row.share(kind))
-    axis.plot([r.share(kind) for r in ordered], [r.mean for r in ordered], "o-", color=colour, ms=6, lw=1.4, mec="none",
-              label=name)  # fmt: skip
+    axis.plot([r.share(kind) for r in ordered], [r.mean for r in ordered], f"{marker}-", color=colour, ms=6, lw=1.4,
+              mec="none", label=name)  # fmt: skip
     for row in ordered:
         if len(row.records) > 1:
             axis.plot([row.share(kind)] * len(row.records), row.accuracies, "o", color=colour, ms=3.5, alpha=0.5,
