@@ -1,6 +1,8 @@
 """Running one step of several models: in turn, or recorded as parallel branches of one CUDA graph."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,20 @@ def in_turn(steps: list[Step]) -> Step:
             step()
 
     return run_all
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """All garbage goes before, and none inside: a graph of an earlier training that is freed while another one is
+    recorded would break the recording."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Captured:
@@ -59,7 +75,7 @@ class Captured:
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            with _collecting_nothing(), torch.cuda.graph(graph, pool=self.pool):
                 self._fork_and_join()
         except RuntimeError as error:
             raise HapError(

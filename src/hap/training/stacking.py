@@ -118,7 +118,12 @@ class Stack(Update):
 
 @contextmanager
 def stacked_runs(runs: Sequence[Run], most: int, compiled: bool) -> Iterator[list[Update]]:
-    """The runs as updates: up to `most` of one kind and recipe as a stack, the others each for itself."""
+    """The runs as updates: up to `most` of one kind and recipe as a stack, the others each for itself.
+
+    What was compiled before is forgotten: of one forward torch compiles a few shapes, and runs others as they are.
+    """
+    if compiled:
+        torch.compiler.reset()
     alike: dict[object, list[Run]] = {}
     for run in runs:
         alike.setdefault(_kind(run) if most > 1 else id(run), []).append(run)
