@@ -160,7 +160,11 @@ def test_a_model_that_does_not_train_on_the_example_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         hap.prune_(model, (x, labels), criterion="magnitude", channels=0.5)
+    with pytest.warns(
+        UserWarning, match=r"^the example does not run aux, which is not cut with what it reads"
+    ) as found:
         hap.trace(Unused().eval(), x)
+    assert [w.filename for w in found] == [__file__]
     assert model.aux[0].weight.shape[1] < 20
     model.train()(x, labels).backward()
 
