@@ -141,6 +141,25 @@ def test_what_a_forward_keeps_for_others_is_no_obstacle() -> None:
     assert copy.deepcopy(model)(x).shape == (2, 5)
 
 
+def test_what_a_forward_notes_of_itself_stays() -> None:
+    """As transformers notes that it has put its hooks in place: without the note it would do so twice."""
+
+    class Hooking(Body):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "hooked"):
+                self.hooked, self.seen = True, []
+                self.first.register_forward_hook(lambda module, args, output: self.seen.append(1))
+            self.seen.clear()
+            out = super().forward(x)
+            assert len(self.seen) == 1
+            return out
+
+    torch.manual_seed(0)
+    model, x = Hooking().eval(), torch.randn(2, 3, 8, 8)
+    hap.trace(model, x)
+    assert model(x).shape == (2, 5) and len(model.first._forward_hooks) == 1
+
+
 class Sizes(NamedTuple):
     q: int
     k: int

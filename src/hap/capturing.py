@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -93,15 +94,17 @@ def export(
 
 @contextmanager
 def _leaving_nothing(model: nn.Module) -> Iterator[None]:
-    """Attributes that modules do not have are gone again after, such as what a forward keeps for others to look at:
-    while it is captured, these are tensors without data, which nobody could use and of which no copy can be made."""
+    """Tensors under names that modules do not have are gone again after, such as what a forward keeps for others: while
+    it is captured they have no data, and no copy can be made. Other new attributes stay: one may say what else was
+    done, such as that hooks were put in place."""
     before = [(module, set(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
         for module, names in before:
             for name in vars(module).keys() - names:
-                del vars(module)[name]
+                if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(vars(module)[name])):
+                    del vars(module)[name]
 
 
 class _NoTraceback:
