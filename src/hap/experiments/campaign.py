@@ -324,9 +324,7 @@ def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
         metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                    "scoring_seconds": made.seconds}  # fmt: skip
         about = {"ranks": made.ranks, "settings": _settings(job), "dense": _dense_digest(job, folders)}
-        if folders.started(
-            job.name
-        ).exists():  # another process that prunes ahead was faster, and its plan may be in use
+        if folders.started(job.name).exists():  # by a process that prunes ahead: its plan may be in use
             continue
         save(folders.started(job.name), model, made.plan, metrics=metrics, about=about)
 

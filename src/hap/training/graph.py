@@ -1,13 +1,13 @@
 """Running one step of several models: in turn, or recorded as parallel branches of one CUDA graph."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hap.errors import HapError
+from hap.garbage import left_for_later
 
 Step = Callable[[], None]
 
@@ -23,20 +23,6 @@ def in_turn(steps: list[Step]) -> Step:
             step()
 
     return run_all
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """All garbage goes before, and none inside: a graph of an earlier training that is freed while another one is
-    recorded would break the recording."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Captured:
@@ -74,8 +60,9 @@ class Captured:
 
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # a graph of an earlier training that is freed while this one is recorded would break it
         try:
-            with _collecting_nothing(), torch.cuda.graph(graph, pool=self.pool):
+            with left_for_later(), torch.cuda.graph(graph, pool=self.pool):
                 self._fork_and_join()
         except RuntimeError as error:
             raise HapError(
