@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +44,32 @@ def test_a_model_is_measured_and_counts_agree() -> None:
 def test_brief_models_are_measured_several_times_and_the_middle_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {"export": 2.0, "trace": 0.1, "plan": 0.0, "apply": 0.0}
     tries = iter([{"verified": True, "seconds": took | {"apply": apply}} for apply in (0.5, 0.1, 0.3)])
-    monkeypatch.setattr(zoo_ours, "_pruned", lambda spec, flops, limit: (next(tries), None, None))
+    firsts = []
+
+    def pruned(spec: str, flops: float, limit: float, first: bool = True) -> tuple[dict[str, Any], None, None]:
+        firsts.append(first)
+        return next(tries), None, None
+
+    monkeypatch.setattr(zoo_ours, "_pruned", pruned)
     record = next(zoo_ours.measure("brief", 0.5))
     assert record["seconds"]["apply"] == 0.3 and [t["apply"] for t in record["trials"]] == [0.5, 0.1, 0.3]
+    assert firsts == [True, False, False]  # one look at all places is enough
     tries = iter([{"verified": True, "seconds": took | {"apply": 9.0}}])
     assert "trials" not in next(zoo_ours.measure("long", 0.5))
     tries = iter([{"verified": True, "seconds": took}, {"verified": False, "why": "other values", "seconds": took}])
     assert next(zoo_ours.measure("unsteady", 0.5))["why"] == "other values"
+
+
+def test_a_model_is_checked_at_all_places_once_beside_what_apply_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, asked = zoo_ours.surgery.verify_plan, []
+
+    def noted(*args: Any, **named: bool) -> None:
+        asked.append(named)
+        check(*args, **named)
+
+    monkeypatch.setattr(zoo_ours.surgery, "verify_plan", noted)
+    assert next(zoo_ours.measure("hap:digits_resnet", 0.5))["verified"]
+    assert asked == [{"everywhere": True}, {}, {}, {}]
 
 
 def test_export_is_not_judged_by_outputs_of_zeros() -> None:

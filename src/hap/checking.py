@@ -47,9 +47,10 @@ class Misfit(HapError):
 
 
 def verify_plan(
-    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
-) -> None:
-    """The check of apply_.
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor],
+    everywhere: bool = False,
+) -> None:  # fmt: skip
+    """The check of apply_. Not `everywhere`, some places of large maps will do, unless they show a difference.
 
     With a classifier of zeros any two models agree: such weights get values, alike in both. So do constant inputs.
     """
@@ -59,9 +60,24 @@ def verify_plan(
         before, model = named_tensors(model), variant(model, changed)
         other = {name for name, tensor in named_tensors(model).items() if tensor is not before[name]}
         shorter = shorter | cut_tensors(model, plan, other)
-    wanted = check_by_running(model, plan, implants, example, shorter=shorter)
     if _may_fuse(model, plan):
+        wanted = check_by_running(model, plan, implants, example, shorter=shorter)
         _check_fused(model, plan, implants, example, shorter, wanted)
+    elif everywhere or not _agree_at_some_places(model, plan, implants, example, shorter):
+        check_by_running(model, plan, implants, example, shorter=shorter)
+
+
+def _agree_at_some_places(
+    model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, shorter: dict[str, Tensor]
+) -> bool:
+    """Whether the pruned model does what the plan says with large maps computed at some places alone: see hap.places.
+
+    If it does not, or fails, that may be for the values in between: then these are to be computed too.
+    """
+    try:
+        return _compare(model, plan, implants, example, None, shorter, coarse=True)[0] is None
+    except Misfit:
+        return False
 
 
 def check_by_running(
@@ -115,7 +131,7 @@ def _compare_exactly(
 def _compare(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
     shorter: dict[str, Tensor], wanted: list[Any] | None = None, skip: bool = True, gross: float | None = None,
-    listen: Listener | None = None, tolerance: Mapping[torch.dtype, float] = TOLERANCE,
+    listen: Listener | None = None, tolerance: Mapping[torch.dtype, float] = TOLERANCE, coarse: bool = False,
 ) -> tuple[str | None, list[Any]]:  # fmt: skip
     """What differs between the pruned and the masked model, in words, and what the masked one returns."""
     try:
@@ -124,7 +140,7 @@ def _compare(
             listen(pruned)
         known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
         with known or nullcontext():
-            seen = outputs(pruned, example)
+            seen = outputs(pruned, example, coarse=coarse)
     except Misfit:
         raise
     except Exception as error:
@@ -132,7 +148,7 @@ def _compare(
         raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
     if wanted is None:
         try:
-            wanted = _reference(model, plan, implants, example, base, shorter, known)
+            wanted = _reference(model, plan, implants, example, base, shorter, known, coarse)
         except Exception as error:
             raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     problem = difference(wanted, seen, plan.exact, tolerance)
@@ -203,25 +219,25 @@ def in_a_line(error: BaseException) -> str:
 
 def _reference(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
-    shorter: dict[str, Tensor], known: Remembering | None,
+    shorter: dict[str, Tensor], known: Remembering | None, coarse: bool,
 ) -> list[Any]:  # fmt: skip
     """What the masked model returns. If it fails with short cuts, it is run without: vmap, say, forbids some."""
     try:
-        return _masked_outputs(model, plan, implants, example, base, shorter, known)
+        return _masked_outputs(model, plan, implants, example, base, shorter, known, coarse)
     except Exception:
         if known is None:
             raise
-    return _masked_outputs(model, plan, implants, example, base, shorter, None)
+    return _masked_outputs(model, plan, implants, example, base, shorter, None, coarse)
 
 
 def _masked_outputs(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
-    shorter: dict[str, Tensor], known: Remembering | None,
+    shorter: dict[str, Tensor], known: Remembering | None, coarse: bool = False,
 ) -> list[Any]:  # fmt: skip
     """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts."""
     masked, sparse = _masked(model, plan, implants, base, shorter, known)
     with nullcontext() if known is None else SkippingZeros(sparse, known):
-        return outputs(masked, example)
+        return outputs(masked, example, coarse=coarse)
 
 
 def _masked(

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hap.copying import deepcopied, variant
 from hap.examples import plain, run
+from hap.places import Coarse
 from hap.returned import known
 from hap.zeros import NoEmptyHeads
 
@@ -24,9 +25,10 @@ VALUES = "the value of output"
 """How a difference begins that more precision could settle."""
 
 
-def outputs(model: nn.Module, example: Any, watched: bool = True) -> list[Any]:
-    """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels."""
-    with NoEmptyHeads() if watched else nullcontext():
+def outputs(model: nn.Module, example: Any, watched: bool = True, coarse: bool = False) -> list[Any]:
+    """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels; `coarse`, large
+    maps are computed at some places alone: see hap.places."""
+    with NoEmptyHeads() if watched else nullcontext(), Coarse() if coarse else nullcontext():
         return [_real(x) for x in pytree.tree_leaves(known(run(model, example)))]
 
 

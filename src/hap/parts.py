@@ -24,6 +24,7 @@ from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, e
 from hap.errors import HapError
 from hap.examples import call_arguments
 from hap.given import check_given
+from hap.places import Coarse
 from hap.repeats import same_modules
 from hap.walking import named_tensors, takes_hooks
 
@@ -295,27 +296,6 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
             return _calls(model, example, last=True)
     except HapError:
         return None
-
-
-class Coarse(TorchDispatchMode):
-    """Inside, convolutions of images look at some of the pixels, and the others get what their neighbours do: results
-    have their true shapes and values of their kind."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = func is torch.ops.aten.convolution.default and args[0].ndim == 4 and not args[6]
-        step = max(1, min(args[0].shape[2:]) // FEWEST_PIXELS) if plain else 1
-        if step == 1:
-            return func(*args, **(kwargs or {}))
-        x, weight, _, *rest = args
-        sizes = zip(x.shape[2:], weight.shape[2:], *rest[:3], strict=True)
-        sides = [
-            (side + 2 * pad - reach * (kernel - 1) - 1) // stride + 1 for side, kernel, stride, pad, reach in sizes
-        ]
-        return torch.ops.aten.upsample_nearest2d(func(x[..., ::step, ::step], *args[1:]), sides)
-
-
-FEWEST_PIXELS = 8
-"""A coarse run looks at no fewer pixels a side, where there are as many."""
 
 
 class Passing:

@@ -34,8 +34,9 @@ def figures(result: Record) -> str:
     found = summary(result["models"], result["limit_seconds"])
     opening = (
         f"Pruned by magnitude to {100 * result['flops']:g}% of the FLOPs, without code for single models. *Verified*: "
-        "it was run, compared with the dense model in which the same units are zero, and has as many parameters and "
-        "FLOPs as planned. torch-pruning's bar is lower: something went, and outputs have the shape they had. *Equal*: "
+        "it was run, compared with the dense model in which the same units are zero, at all places of their maps, and "
+        "has as many parameters and FLOPs as planned. torch-pruning's bar is lower: something went, and outputs have "
+        "the shape they had. *Equal*: "
         f"outputs after export are within {EQUAL:g} of the pruned model's, relative to the largest. {_source(result)}"
     )
     said = "\n".join(f"- {line}" for line in [*sentences(found), *failures(result["models"])])

@@ -15,7 +15,7 @@ ENDINGS = (".pt2", ".onnx")
 EQUAL = 1e-3
 """Outputs that differ by less, relative to the largest, are equal: float32 in another order of summation."""
 MANY_EXPORTS, LONG = 3, 60
-BRIEF, TRIALS = 2, 3
+BRIEF, TRIALS = 5, 3
 """Models that are pruned in fewer seconds are pruned so many times: in so short a time, whatever else runs tells."""
 KINDS = ("torchvision classifiers", "torchvision detectors and segmenters", "timm", "Hugging Face", "hap")
 
