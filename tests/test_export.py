@@ -201,6 +201,36 @@ def test_any_number_of_tokens(dynamic_batch: bool, tmp_path: Path) -> None:
         assert gap(wanted, [program(**other)]) <= 1e-5
 
 
+class Scaled(nn.Module):
+    """Takes a tensor by name and, among **kwargs, another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * others["scale"]
+
+
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+def test_arguments_without_a_name_in_the_forward_have_any_batch_too(ending: str, tmp_path: Path) -> None:
+    model, example = Scaled().eval(), {"x": torch.randn(2, 6), "scale": torch.rand(2, 3)}
+    hap.prune_(model, example, criterion="magnitude", flops=0.6)
+    path = hap.export(tmp_path / f"scaled.{ending}", model, example)
+    assert "forward" not in vars(model)
+    other = {"x": torch.randn(5, 6), "scale": torch.rand(5, 3)}
+    with torch.no_grad():
+        wanted = model(**other)
+    if ending == "pt2":
+        seen = torch.export.load(path).module()(**other)
+    else:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        seen = torch.from_numpy(session.run(None, {name: x.numpy() for name, x in other.items()})[0])
+    torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-5)
+
+
 def test_sides_of_an_image_may_be_open(tmp_path: Path) -> None:
     model = hap.models.build("digits_resnet").eval()
     path = hap.export(tmp_path / "a.pt2", model, torch.randn(1, 1, 8, 8), dynamic_axes=[2, 3])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +83,36 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
     start_autograd()
     with evaluating(model), torch.no_grad():
         try:
-            with returning_what_is_known(model, plain_tuples=True):
+            with returning_what_is_known(model, plain_tuples=True), _naming(model, kwargs):
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise HapError(_refusal(model, error, axes)) from error
         folded = fold_batchnorms(program.module(check_guards=bool(axes)))  # the guards are captured once more
         return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+@contextmanager
+def _naming(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the model's forward names those of these arguments that it takes as **kwargs: torch.export mistakes the
+    shapes of arguments without a name."""
+    forward, own = model.forward, vars(model).get("forward")
+    parameters = inspect.signature(forward).parameters
+    unnamed = [name for name in kwargs if name not in parameters]
+    if not unnamed:
+        yield
+        return
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    kept = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unnamed]
+    vars(named)["__signature__"] = inspect.Signature([*kept, *added])
+    vars(model)["forward"] = named
+    try:
+        yield
+    finally:
+        vars(model).pop("forward") if own is None else vars(model).update(forward=own)
 
 
 def _own(x: Any) -> Any:
