@@ -510,3 +510,33 @@ def test_an_example_of_other_length_than_the_view_is_refused() -> None:
         with pytest.raises(hap.HapError, match=message):
             hap.trace(view, example)
     assert model.blocks[3].up.out_features == 12
+
+
+class Experts(nn.Module):
+    """Sends every token to one of its experts: to the first two, since the router prefers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4))
+        with torch.no_grad():
+            self.router.weight[2:], self.router.bias[2:] = 0.0, -1e3
+
+    def forward(self, x: Tensor) -> Tensor:
+        which, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (which == number).nonzero().flatten()
+            if len(mine):
+                out[mine] = expert(x[mine])
+        return out
+
+
+def test_experts_that_no_token_was_sent_to_are_said_to_stay(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, example = Experts().eval(), torch.randn(16, 8)
+    assert set(model.router(example).argmax(-1).tolist()) == {0, 1}
+    plan = hap.prune_(model, example, criterion="magnitude", flops=0.6)
+    (said,) = (text for w in recwarn if "could not be touched" in (text := str(w.message)))
+    assert said.startswith("47% of the parameters could not be touched: experts.2.0 (the example does not run it")
+    assert said in str(plan)
+    assert [len(expert[0].weight) == 32 for expert in model.experts] == [False, False, True, True]

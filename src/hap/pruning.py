@@ -26,12 +26,13 @@ from hap.scoring.base import Loss
 from hap.surgery import apply_
 from hap.timed_planning import plan_for_latency
 from hap.tracing import trace, trace_captured
-from hap.untouched import nothing_in_words, share_untouched
+from hap.untouched import layer_of, nothing_in_words, share_untouched
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
 NAMED = 8
 """So many parts are named."""
+OUTSIDE = "the example does not run it, or code that chooses by value uses it"
 SINGLE = "a part by itself, and what passes between parts is kept"
 
 
@@ -89,7 +90,8 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
                     parameter.data.copy_(before[name])
             raise
         if share_untouched(groups) > MUCH:
-            warnings.warn(f"{chosen.untouched}; print(hap.trace(model, example)) has all reasons", stacklevel=2)
+            more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
+            warnings.warn(chosen.untouched + more, stacklevel=2)
         return chosen
 
 
@@ -113,8 +115,15 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
         stacklevel=3,
     )
     curved = groups.curved or "what happens between the parts is not known"
-    untouched = {**_single(view, groups), **groups.untouched}
+    untouched = {**_outside(view, groups), **_single(view, groups), **groups.untouched}
     return replace(groups, curved=curved, example=describe(example), untouched=untouched), view
+
+
+def _outside(view: Parts, groups: Groups) -> dict[str, Frozen]:
+    """The weights that no part holds, such as those of experts that no token was sent to."""
+    inside = tuple(f"{name}." for name in view.names)
+    weights = [name for name, shape in groups.shapes.items() if name in groups.trainable and len(shape) > 1]
+    return {name: Frozen(layer_of(name), OUTSIDE) for name in weights if not name.startswith(inside)}
 
 
 def _single(view: Parts, groups: Groups) -> dict[str, Frozen]:
