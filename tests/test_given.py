@@ -26,6 +26,11 @@ def made_in_inference_mode() -> tuple[nn.Module, Any]:
         return given()
 
 
+def quantised() -> tuple[nn.Module, Any]:
+    model, example = given()
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}), example
+
+
 def on_meta(model: nn.Module, example: Tensor) -> tuple[nn.Module, Any]:
     return model.to("meta"), example.to("meta")
 
@@ -37,12 +42,13 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "model on meta": (lambda: (given()[0].to("meta"), given()[1]), r"0\.0\.weight is on the meta device"),
     "example on meta": (lambda: (given()[0], given()[1].to("meta")), "an input of the example is on the meta device"),
     "lazy": (lambda: (nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), given()[1]), r"1\.weight has no shape yet.*run"),
+    "quantised": (quantised, r"_packed_params is a LinearPackedParams, .* prune the model first, then quantise it"),
     "no samples": (lambda: (given()[0], given()[1][:0]), r"the example has shape \(0, 3, \d+, \d+\), which is empty"),
     "inference": (made_in_inference_mode, r"0\.0\.weight was made in inference mode.*make the model outside"),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|quantize)")
 @pytest.mark.parametrize("verb", [prune, hap.trace, hap.parts])
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_refused(name: str, verb: Callable[[Any, Any], Any]) -> None:

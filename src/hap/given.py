@@ -35,6 +35,13 @@ def check_given(model: nn.Module, example: Any) -> None:
     own = named_tensors(model).items()
     if name := _first(own, is_lazy):
         raise HapError(f"{name} has no shape yet, as of a lazy module; run the model once on the example")
+    for name, module in model.named_modules():
+        packed = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
+        if packed and not isinstance(module, torch.jit.ScriptModule):
+            raise HapError(
+                f"{name or 'model'} is a {type(module).__name__}, whose weights are packed where nothing can cut them; "
+                "prune the model first, then quantise it"
+            )
     tensors = [x for x in pytree.tree_leaves(call_arguments(example)) if isinstance(x, Tensor)]
     inputs = [("an input of the example", x) for x in tensors]
     if name := _first([*own, *inputs], lambda x: x.is_meta):
