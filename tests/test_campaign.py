@@ -68,6 +68,27 @@ def test_what_was_pruned_with_other_settings_is_not_taken_up(data: Data, folders
     assert folders.result(job.name).exists()
 
 
+def test_the_run_whose_loss_is_not_finite_is_named_and_the_others_go_on_without_it(
+    data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (replace(job, name=f"seed{i}", recipe=replace(job.recipe, seed=i)) for i, job in
+                     enumerate([make_jobs()[0]] * 2))  # fmt: skip
+    check, epochs = loop._check_finite, []
+
+    def broken(runs: list[Any], epoch: int) -> None:
+        epochs.append(epoch)
+        if len(runs) == 2 and epoch == 1:
+            runs[1].loss_sum.fill_(float("nan"))
+        check(runs, epoch)
+
+    monkeypatch.setattr(loop, "_check_finite", broken)
+    with pytest.raises(hap.HapError, match=r"seed1: the training loss of model 1 is nan in epoch 2.*leaves it out"):
+        work_off([first, second], data, folders, say=quiet)
+    assert not folders.result("seed0").exists()
+    work_off([first], data, folders, say=quiet)
+    assert folders.result("seed0").exists() and epochs == [0, 1, 1]  # its first epoch was kept
+
+
 def test_what_was_pruned_from_another_dense_network_is_not_taken_up(data: Data, folders: Folders) -> None:
     dense, job = make_jobs(2)
     work_off([dense], data, folders, say=quiet)

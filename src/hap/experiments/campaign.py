@@ -28,6 +28,7 @@ from hap.plans import Plan
 from hap.provenance import provenance
 from hap.recipes import Recipe
 from hap.training import History, evaluate, train_many
+from hap.training.loop import NotFinite
 from hap.trimming import Trimmed, common_widths, trim
 
 Say = Callable[[str], None]
@@ -241,11 +242,15 @@ def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, mann
     left = None if seconds is None else max(1e-3, seconds - (time.monotonic() - begun))
     until = "" if left is None else f" for {left:.0f} s, to the end of an epoch and for one at least"
     say(f"training {len(jobs)} networks side by side{until}")
-    histories = train_many(
-        [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
-        masks=[t.masks for t in trainees], checkpoint_dir=batch.folder, seconds=left, progress=False,
-        stack=manner.stack, compiled=manner.compiled,
-    )  # fmt: skip
+    try:
+        histories = train_many(
+            [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
+            masks=[t.masks for t in trainees], checkpoint_dir=batch.folder, seconds=left, progress=False,
+            stack=manner.stack, compiled=manner.compiled,
+        )  # fmt: skip
+    except NotFinite as error:
+        name = jobs[error.position].name
+        raise HapError(f"{name}: {error}. The others go on without it where --jobs leaves it out") from error
     done = True
     for job, trainee, history in zip(jobs, trainees, histories, strict=True):
         say(f"{job.name}: {history.epochs}/{job.recipe.epochs} epochs, test accuracy {history.final_accuracy}")

@@ -26,6 +26,15 @@ from hap.training.update import Masks, Update, lay_out
 STEPS_BETWEEN_CHECKS = 200
 """How many steps may run before the loss is looked at, which waits for the device."""
 
+
+class NotFinite(HapError):
+    """The weights or the loss of the model at this `position` are not finite."""
+
+    def __init__(self, message: str, position: int):
+        super().__init__(message)
+        self.position = position
+
+
 SEED_STEP = 7_919
 """Between the seeds of processes, whose samples differ and whose dropout must too."""
 
@@ -169,7 +178,8 @@ def _check_weights(runs: list[Run]) -> None:
         for name, parameter in run.model.named_parameters():
             if not parameter.isfinite().all():
                 which = f" of model {position}" if len(runs) > 1 else ""
-                raise HapError(f"{name}{which} is not finite before training: expected finite weights to start from")
+                words = f"{name}{which} is not finite before training: expected finite weights to start from"
+                raise NotFinite(words, position)
 
 
 def _check_finite(runs: list[Run], epoch: int) -> None:
@@ -177,9 +187,10 @@ def _check_finite(runs: list[Run], epoch: int) -> None:
         loss = distributed.mean(run.loss_sum).item()
         if not math.isfinite(loss):
             which = f" of model {position}" if len(runs) > 1 else ""
-            raise HapError(
+            raise NotFinite(
                 f"the training loss{which} is {loss} in epoch {epoch + 1}: lower the learning "
-                f"rate ({run.recipe.lr}) or raise warmup ({run.recipe.warmup}); the last checkpoint is kept"
+                f"rate ({run.recipe.lr}) or raise warmup ({run.recipe.warmup}); the last checkpoint is kept",
+                position,
             )
 
 
