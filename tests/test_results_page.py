@@ -19,7 +19,7 @@ from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.files import write_json
 from hap.report.results import write_results
 from hap.report.results_charts import STYLES
-from hap.report.rows import make_rows, spread
+from hap.report.rows import Noise, make_rows
 from hap.report.verdicts import Comparison, compare, difference
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> Non
         "93.85",
         "40.70",
         "93.55",
-        "no (-0.55, 1 seed)",
+        "no (-0.55 ± 0.43)",  # the spread is that of the row above
     ]
     assert re.search(r"^Not run yet: .*HAP at 33.99, 28.85, 22.86, 21% of the FLOPs", text, re.MULTILINE)
 
@@ -102,8 +102,10 @@ def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_p
                        | seeds(f"{base}-implant-40.7", [0.92]))  # fmt: skip
     found = text.partition("## Where the paper's figure is not reached")[2].partition("\n## ")[0]
     later = "not run yet"
-    assert row_of(found, "HAP, at 38.74%")[1:] == ["-0.38", "41.53, 41.53", later, "+0.02", later, later]
-    assert row_of(found, "from zero, at 40.7%")[1:] == ["-1.55", "33.00, not given", "", "", "", ""]
+    unknown = ", no spread known"
+    points = [f"-0.38{unknown}", "41.53, 41.53", later, f"+0.02{unknown}", later, later]
+    assert row_of(found, "HAP, at 38.74%")[1:] == points
+    assert row_of(found, "from zero, at 40.7%")[1:] == [f"-1.55{unknown}", "33.00, not given", "", "", "", ""]
     assert "7 of 9 in a (6)." in found and "per cost, at 38.74%" not in found
     text, _ = rendered(tmp_path / "other", seeds(f"{base}-hap-38.74", [0.94]))
     assert "not reached" not in text
@@ -144,30 +146,31 @@ def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
                        | seeds(f"{base}-random-38.74", [0.90]) | seeds(f"{base}-implant-40.7", [0.94, 0.941])
                        | seeds(f"{base}-implant-centre-40.7", [0.93, 0.931, 0.932])
                        | seeds(f"{base}-implant-centre-{many}-40.7", [0.9305, 0.9305, 0.932]))  # fmt: skip
-    assert row_of(text, "from zero", "in pairs")[2:] == [
-        "held at 0 of 1 sizes, 1 not held, 1 not run yet", "40.7% FLOPs: -1.00 ± 0.00, 2 seeds in pairs (not held)",
+    # variances of 0.01, 0.0025, 0.005, 0.01 and 0.0075, weighted by 2, 2, 1, 2 and 2: 0.065 / 9, and 2.262 of its root
+    assert row_of(text, "from zero", "2 seeds")[2:] == [
+        "held at 0 of 1 sizes, 1 not held, 1 not run yet", "40.7% FLOPs: -1.00 ± 0.19, 2 seeds (not held)",
     ]  # fmt: skip
     assert row_of(text, "10,000 images above HAP + Implant")[2].startswith("held at 0 of 1 sizes, 1 within the noise, ")
-    # +1.05, +0.90, +1.05: their standard error is 0.05, and 4.303 of it 0.22
     assert row_of(text, "per cost, 10,000 images above HAP |")[2:] == [
-        "held at 1 of 1 sizes, 4 not run yet", "38.74% FLOPs: +1.00 ± 0.22, 3 seeds in pairs (held)",
+        "held at 1 of 1 sizes, 4 not run yet", "38.74% FLOPs: +1.00 ± 0.16, 3 seeds (held)",
     ]  # fmt: skip
     assert row_of(text, "HAP above Random")[2:] == [
-        "1 not decided by one seed, 3 not run yet", "38.74% FLOPs: +3.40, 1 seed (no spread known)",
+        "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.40 ± 0.27, 1 seed (held)",
     ]  # fmt: skip
-    assert "standard deviation, pooled over the pruned networks with several seeds, is 0.08 points" in text
+    said = " ".join(text.split())
+    assert "standard deviation is 0.08 points, pooled over all pruned networks with several seeds" in said
+    assert "gives it 9 degrees of freedom" in said
     assert "ResNet56, HAP + Implant above Low rank" in text.partition("Not run yet: ")[2].partition("\n")[0]
 
 
-def test_shared_seeds_are_compared_in_pairs_and_others_as_welch_does() -> None:
-    paired = difference({0: 93.0, 1: 95.0, 2: 97.0}, {0: 92.0, 1: 93.9, 2: 96.1, 3: 0.0})
-    assert paired == (pytest.approx(1.0), pytest.approx(4.303 * 0.1 / 3**0.5), "3 seeds in pairs")
-    # errors 4/3 and 1/3 squared: (5/3)^2 / ((4/3)^2 / 2 + (1/3)^2 / 2) = 2.94 degrees of freedom, which count as 2
-    welch = difference({0: 93.0, 1: 95.0, 2: 97.0}, {3: 90.0, 4: 91.0, 5: 92.0})
-    assert welch == (pytest.approx(4.0), pytest.approx(4.303 * (5 / 3) ** 0.5), "3 and 3 seeds")
-    assert difference({0: 93.0, 1: 95.0}, {1: 94.0}) == (1.0, None, "1 seed")
-    assert difference({0: 93.0, 1: 95.0}, {2: 94.5}) == (-0.5, None, "1 seed, not the same")
-    assert difference({0: 1.0, 1: 1.0}, {2: 1.0, 3: 1.0}) == (0.0, 0.0, "2 and 2 seeds")
+def test_shared_seeds_are_compared_and_others_where_there_are_none() -> None:
+    noise = Noise(0.2, 12)
+    shared = difference({0: 93.0, 1: 95.0, 2: 97.0}, {0: 92.0, 1: 93.9, 2: 96.1, 3: 0.0}, noise)
+    # of 12 degrees of freedom the table has 10
+    assert shared == (pytest.approx(1.0), pytest.approx(2.228 * 0.2 * (2 / 3) ** 0.5), "3 seeds")
+    other = difference({0: 93.0, 1: 95.0}, {2: 94.5}, noise)
+    assert other == (-0.5, pytest.approx(2.228 * 0.2 * 1.5**0.5), "2 and 1, not the same seeds")
+    assert difference({0: 93.0, 1: 95.0}, {1: 94.0}, None) == (1.0, None, "1 seed")
 
 
 def test_verdicts_are_given_outside_the_margin_alone() -> None:
@@ -175,7 +178,7 @@ def test_verdicts_are_given_outside_the_margin_alone() -> None:
     verdicts = [Comparison("flops", 50.0, points, margin, "").verdict for points, margin in pairs]
     assert verdicts == ["held", "not held", *["within the noise"] * 3, "no spread known"]
     rows = make_rows([JOBS["resnet56-paper-hap-50.0-seed0"]], {})
-    assert compare("HAP", "HAP", rows) == ([], 1) and spread(rows) is None
+    assert compare("HAP", "HAP", rows) == ([], 1) and rows[0].noise is None
 
 
 def test_dense_networks_lead_to_their_results(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
-from hap.report.rows import Record, Row, spread
-from hap.report.verdicts import NOISE, margin
+from hap.report.rows import Record, Row
+from hap.report.verdicts import NOISE
 
 NOT_RUN = "not run yet"
 FILES = "../results/cifar10"
@@ -44,7 +45,7 @@ def accuracy(row: Row) -> str:
     seeds = f"{len(values)} seeds" if len(values) > 1 else "1 seed"
     if len(values) < wanted:
         seeds = f"{len(values)} of {wanted} seeds"
-    deviation = f" ± {spread([row]):.2f}" if len(values) > 1 else ""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{row.mean:.2f}{deviation} ({seeds})"
 
 
@@ -100,12 +101,16 @@ def to_paper(row: Row) -> float | None:
 
 
 def judged(row: Row, reached: bool, points: float) -> str:
-    """Whether a published figure is reached, by how many points, and half of the 95% interval over the seeds: nobody
-    can tell inside of that."""
-    within = margin(row.accuracies)
-    seeds = ", 1 seed" if within is None else f" ± {within:.2f}"
-    noise = within is not None and abs(points) <= within
-    return f"{NOISE if noise else 'yes' if reached else 'no'} ({points:+.2f}{seeds})"
+    """Whether a published figure is reached, by how many points, and half of the 95% interval over seeds: nobody can
+    tell inside of that."""
+    noise = row.noise is not None and abs(points) <= row.noise.margin(len(row.records))
+    return f"{NOISE if noise else 'yes' if reached else 'no'} ({with_margin(row, points)})"
+
+
+def with_margin(row: Row, points: float) -> str:
+    """So many points above another figure, as far as the seeds of this row can tell."""
+    spread = ", no spread known" if row.noise is None else f" ± {row.noise.margin(len(row.records)):.2f}"
+    return f"{points:+.2f}{spread}"
 
 
 def as_good(row: Row) -> str:

@@ -27,8 +27,9 @@ from hap.report.markdown import (
     table,
     to_paper,
     unrun,
+    with_margin,
 )  # fmt: skip
-from hap.report.rows import Record, Row, make_rows, read_records, spread
+from hap.report.rows import Record, Row, make_rows, read_records
 from hap.report.verdicts import HELD, NOISE, NOT_HELD, UNKNOWN, Comparison, compare
 from hap.zoo import Entry
 
@@ -112,7 +113,8 @@ Networks to take away, below, are checked in a minute.
 
 - Accuracy is on the 10,000 test images after the LAST epoch, in per cent; with several seeds mean ± standard deviation.
   The paper's public code reports the best of all epochs on the same images. Points above or below a published figure
-  stand with half of the 95% interval of our mean over seeds; what they report has a spread too, which is not known.
+  stand with half of the 95% interval of our mean over seeds (see Claims); what they report has a spread too, which is
+  not known.
 - "Dense network" is the one that a pruned network was made from: seed by seed the same for all methods of a table.
 - FLOPs are multiply-adds of convolutions and linear layers. Rows of HAP and HAP + Implant are at no more FLOPs, and
   where the paper gives them at no more parameters, than the paper's.
@@ -152,13 +154,14 @@ def claims(page: Page) -> str:
 
 def _noise(page: Page) -> str:
     """How verdicts come about, and how much seeds differ."""
-    known = spread([row for row in page.rows if row.job.prune is not None])
-    if known is None:
+    noise = page.rows[0].noise
+    if noise is None:
         return "No pruned network has run with several seeds yet, so how much of a difference is noise is not known."
-    return f"""A difference stands with half of its 95% interval by Student's t. Where both sides have run with the same
-seeds, it is that of the differences seed by seed, whose networks come from one dense network; else it is Welch's. What
-lies within the interval counts as noise, and of one seed no spread is known, so that it decides nothing. One seed's
-standard deviation, pooled over the pruned networks with several seeds, is {known:.2f} points."""
+    return f"""One seed's standard deviation is {noise.deviation:.2f} points, pooled over all pruned networks with
+several seeds, which gives it {noise.freedom} degrees of freedom. It is taken to be that of all others too, those with
+one seed included: a difference stands with half of its 95% interval by Student's t, and what lies within counts as
+noise. Where both sides have run with the same seeds these are compared, since networks of one seed come from one dense
+network."""
 
 
 def _claim(network: str, above: str, below: str, rows: Sequence[Row]) -> list[str]:
@@ -169,7 +172,7 @@ def _claim(network: str, above: str, below: str, rows: Sequence[Row]) -> list[st
     count = Counter(c.verdict for c in found)
     parts = [f"held at {count[HELD]} of {len(found)} sizes"] if count[UNKNOWN] < len(found) else []
     parts += [f"{count[word]} {word}" for word in (NOISE, NOT_HELD) if count[word]]
-    parts += [f"{count[UNKNOWN]} not decided by one seed"] if count[UNKNOWN] else []
+    parts += [f"{count[UNKNOWN]} with no spread known"] if count[UNKNOWN] else []
     parts += [f"{common - len(found)} {NOT_RUN}"] if common > len(found) else []
     return [*words, ", ".join(parts), "; ".join(map(_difference, found))]
 
@@ -192,7 +195,7 @@ def behind(page: Page) -> str:
         sizes = f"{left(row, 'params')}, {number(in_paper(row, 'params'), 2) or 'not given'}"
         others = [_to_paper_by(page, row, how) for how in ("3 probes", "per cost", f"{MANY_IMAGES:,} images", RANKED)]
         name = linked(row, f"{NAMES[row.job.model]}, {row.label}, {budget(row)}")
-        lines.append([name, number(to_paper(row), 2), sizes, *others])
+        lines.append([name, _to_paper(row), sizes, *others])
     head = ["", "points to the paper", "params left %: ours, paper's", "ranked by 3 probes", "ranked per cost",
             f"ranked on {MANY_IMAGES:,} images", "both"]  # fmt: skip
     text = """On ResNet56 exact sensitivity is lowest in late layers, where channels have many parameters and few FLOPs,
@@ -215,8 +218,12 @@ def _to_paper_by(page: Page, row: Row, words: str) -> str:
     found = [other for other in page.of("rankings") if other.label == wanted and other.budget == row.budget]
     if not found:
         return ""
-    above = to_paper(found[0])
-    return NOT_RUN if above is None else f"{above:+.2f}"
+    return _to_paper(found[0])
+
+
+def _to_paper(row: Row) -> str:
+    points = to_paper(row)
+    return NOT_RUN if points is None else with_margin(row, points)
 
 
 def _best_look(page: Page) -> str:

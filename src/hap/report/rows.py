@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,34 @@ NEEDED = {
 BORROWED = {"magnitude": "group magnitude", "taylor": "Taylor", "bn-scale": "BN scale"}
 
 
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 15: 2.131,
+        20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}  # fmt: skip
+"""By degrees of freedom, how many standard errors to either side hold 95% of Student's t."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How much one seed's accuracy spreads: its standard deviation in points, and the degrees of freedom of that."""
+
+    deviation: float
+    freedom: int
+
+    def margin(self, *seeds: int) -> float:
+        """Half of the 95% interval of a mean over so many seeds, or of the difference of two. Degrees of freedom
+        between those of the table count as the fewer."""
+        return T_95[max(n for n in T_95 if n <= self.freedom)] * self.deviation * sum(1 / n for n in seeds) ** 0.5
+
+
 @dataclass(frozen=True)
 class Row:
-    """One way to make a network. `records` holds a result per seed that has run, `jobs` all that are to run."""
+    """One way to make a network. `records` holds a result per seed that has run, `jobs` all that are to run; `noise` is
+    that of all pruned networks together, where any has run with several seeds."""
 
     name: str
     label: str
     jobs: tuple[Job, ...]
     records: tuple[Record, ...]
+    noise: Noise | None = None
 
     @property
     def job(self) -> Job:
@@ -92,10 +112,12 @@ def make_rows(jobs: Iterable[Job], records: Mapping[str, Record]) -> list[Row]:
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(job.name.rpartition("-seed")[0], []).append(job)
-    return [
+    rows = [
         Row(name, label(members[0]), tuple(members), tuple(records[j.name] for j in members if j.name in records))
         for name, members in groups.items()
     ]
+    noise = noise_of(row for row in rows if row.job.prune is not None)
+    return [replace(row, noise=noise) for row in rows]
 
 
 def label(job: Job) -> str:
@@ -123,10 +145,10 @@ def label(job: Job) -> str:
     return f"{name}, coupled" if step.coupling == "joint" and step.criterion == "hessian" else name
 
 
-def spread(rows: Sequence[Row]) -> float | None:
-    """The standard deviation of one seed's accuracy in per cent, pooled over the rows with several seeds."""
+def noise_of(rows: Iterable[Row]) -> Noise | None:
+    """The spread over seeds, pooled over the rows with several: their variances, weighted by degrees of freedom."""
     several = [row.accuracies for row in rows if len(row.records) > 1]
     freedom = sum(len(a) - 1 for a in several)
     if not freedom:
         return None
-    return (sum((len(a) - 1) * statistics.variance(a) for a in several) / freedom) ** 0.5
+    return Noise((sum((len(a) - 1) * statistics.variance(a) for a in several) / freedom) ** 0.5, freedom)
