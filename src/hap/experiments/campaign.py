@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import time
@@ -44,7 +45,8 @@ class Job:
     from.
 
     `paper` holds the figures of the paper's row that this one is held against; `targets` the tables it belongs to;
-    `images` how many training images a PruneStep scores on.
+    `images` how many training images a PruneStep scores on. To prune in steps, `start` names another pruned job, whose
+    network is pruned further in place of the dense one; budgets are shares of the dense one all the same.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Job:
     paper: dict[str, float] | None = None
     teacher: bool = False
     images: int = IMAGES
+    start: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,16 +98,15 @@ class Folders:
 def pending(jobs: Sequence[Job], folders: Folders) -> list[Job]:
     """Jobs that can run now and have no result, in the order given.
 
-    A dense network that is too large to keep may be gone while its result is there: it is trained again if some job
-    that has no result needs it.
+    A network that is too large to keep may be gone while its result is there: it is trained again if some job that has
+    no result needs it.
     """
-    left = [j for j in jobs if not folders.result(j.name).exists()]
-    missing = {j.dense for j in left if not _has_dense(j, folders)}
-    return [j for j in jobs if j.name in missing or (j in left and _can_start(j, folders))]
-
-
-def _can_start(job: Job, folders: Folders) -> bool:
-    return not missing_plans([job], folders) and _has_dense(job, folders)
+    wanted = [j for j in jobs if not folders.result(j.name).exists()]
+    missing: set[str] = set()
+    while more := {name for j in wanted for name in _lacks(j, folders)} - missing:
+        missing |= more
+        wanted += [j for j in jobs if j.name in more and j not in wanted]
+    return [j for j in jobs if j in wanted and not missing_plans([j], folders) and not _lacks(j, folders)]
 
 
 def missing_plans(jobs: Sequence[Job], folders: Folders) -> list[Path]:
@@ -114,10 +116,11 @@ def missing_plans(jobs: Sequence[Job], folders: Folders) -> list[Path]:
     return [file for file in files if not file.exists()]
 
 
-def _has_dense(job: Job, folders: Folders) -> bool:
-    """Whether the dense network is there, if the job needs it: pruned from it already, it does so as a teacher only."""
-    made = folders.started(job.name).exists() and not job.teacher
-    return job.dense is None or made or folders.dense(job.dense).exists()
+def _lacks(job: Job, folders: Folders) -> list[str]:
+    """Networks that the job needs and that are not there: once it is pruned, that is its teacher at most."""
+    pruned = folders.started(job.name).exists()
+    needed = [job.dense] if pruned and job.teacher else [] if pruned else [job.dense, job.start]
+    return [name for name in needed if name is not None and not folders.dense(name).exists()]
 
 
 @dataclass(frozen=True)
@@ -324,7 +327,9 @@ def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
             continue
         say(f"{job.name}: pruning")
         model = _dense(job, data, folders)
-        dense, scores = evaluate(model, data).accuracy, known.setdefault(job.dense, {})
+        dense, scores = evaluate(model, data).accuracy, known.setdefault(job.start or job.dense, {})
+        if job.start is not None:
+            model = _in_dense_shape(folders.dense(job.start), model, data)
         made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images, scores)
         metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                    "scoring_seconds": made.seconds}  # fmt: skip
@@ -339,9 +344,18 @@ def _dense_digest(job: Job, folders: Folders) -> str | None:
     return digest(folders.dense(job.dense)) if job.dense and folders.dense(job.dense).exists() else None
 
 
+def _in_dense_shape(path: Path, dense: nn.Module, data: Data) -> nn.Module:
+    """A pruned network as the dense one with zeros where something went: these have a score of zero, so under a smaller
+    budget they go again, before all else."""
+    plan, pruned = read(path).plan, load(path, copy.deepcopy(dense)).to(data.train.images.device)
+    if plan is None:
+        raise HapError(f"{path} is not pruned; expected the network of an earlier step")
+    return dense_form(pruned, plan, dense)[0].eval()
+
+
 def _settings(job: Job) -> Any:
     """How a job is pruned, as a checkpoint keeps it."""
-    return json.loads(json.dumps([describe(job.prune), job.images]))
+    return json.loads(json.dumps([describe(job.prune), job.images, *([job.start] if job.start else [])]))
 
 
 def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
@@ -361,7 +375,7 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
     count, dense = hap.cost(model, example), hap.cost(shape, example)
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
-        "seed": job.recipe.seed, "dense": job.dense,
+        "seed": job.recipe.seed, "dense": job.dense, "start": job.start,
         "dense_sha256": started.about.get("dense") if started else None, "prune": describe(job.prune),
         "images": min(job.images, len(data.train)) if job.prune else None,
         "targets": list(job.targets), "paper": job.paper,
@@ -410,8 +424,10 @@ def select(jobs: Sequence[Job], target: str, pattern: str = "*", others: Sequenc
     chosen = [j for j in jobs if (target == "all" or target in j.targets) and fnmatch(j.name, pattern)]
     if not chosen:
         raise HapError(f"no run of {target} is named like {pattern!r}; hap reproduce {target} --status lists them")
-    needed = {j.dense for j in chosen}
-    return [j for j in jobs if j in chosen or j.name in needed]
+    needed = {j.name for j in chosen}
+    for job in reversed(jobs):  # what a job starts from comes before it
+        needed |= {job.dense or "", job.start or ""} if job.name in needed else set()
+    return [j for j in jobs if j.name in needed]
 
 
 @functools.cache

@@ -72,6 +72,8 @@ CURVES = {"preresnet29": (50.0, 31.0, 20.0, 12.0), "wide_resnet32": (50.0, 30.0,
 LONG = ("resnet56", 29.0, 360)
 """Network, per cent of the FLOPs left, epochs: where protocol `best` stays below what is published, once more for
 longer."""
+FIRST_STEP = 53.0
+"""Per cent of the FLOPs that the first of two steps leaves, where that is tried in place of more epochs."""
 MANY_IMAGES = 10_000
 """To score on where the paper's 512 are too few: a trained network is sure of nearly all of them, so a few dozen decide
 (`sensitivity-images`)."""
@@ -260,7 +262,8 @@ def best_jobs(model: str) -> list[Job]:
             for kind, percent, _, _ in BEST[model]:
                 step = _step(method, percent, kind, per_cost=True, compensate=True, **options)  # type: ignore[arg-type]
                 jobs.append(_job(model, "best", step, seed, targets, images=MANY_IMAGES))
-    return jobs + [_longer(job) for job in jobs if model == LONG[0] and job.name.startswith(_best_name(*LONG[:2]))]
+    behind = [job for job in jobs if model == LONG[0] and job.name.startswith(_best_name(*LONG[:2]))]
+    return jobs + [_longer(job) for job in behind] + [_in_steps(job) for job in behind]
 
 
 def _best_name(model: str, percent: float) -> str:
@@ -269,11 +272,20 @@ def _best_name(model: str, percent: float) -> str:
 
 def _longer(job: Job) -> Job:
     """The same with more epochs."""
-    assert isinstance(job.prune, PruneStep)
     epochs = LONG[2]
-    name = job.name.replace("-implant-", f"-implant-{epochs}-epochs-")
-    step = replace(job.prune, name=job.prune.name.replace("implant-", f"implant-{epochs}-epochs-"))
-    return replace(job, name=name, prune=step, recipe=replace(job.recipe, epochs=epochs))
+    return replace(_variant(job, f"{epochs}-epochs"), recipe=replace(job.recipe, epochs=epochs))
+
+
+def _in_steps(job: Job) -> Job:
+    """The same, pruned from what a first step left and its fine-tuning made of it."""
+    return replace(_variant(job, "in-steps"), start=job.name.replace(f"-{LONG[1]}-", f"-{FIRST_STEP}-"))
+
+
+def _variant(job: Job, how: str) -> Job:
+    """A job of protocol `best` under another name."""
+    assert isinstance(job.prune, PruneStep)
+    step = replace(job.prune, name=job.prune.name.replace("implant-", f"implant-{how}-"))
+    return replace(job, name=job.name.replace("-implant-", f"-implant-{how}-"), prune=step)
 
 
 def curve_jobs(model: str) -> list[Job]:

@@ -140,6 +140,8 @@ def label(job: Job) -> str:
         name += f", {step.probes} probes"
     if job.teacher and job.recipe.epochs == LONG[2]:
         name += f", {job.recipe.epochs} epochs"
+    if job.start is not None:
+        name += ", in two steps"
     if job.images != IMAGES and not job.teacher:
         name += f", {job.images:,} images"
     return f"{name}, coupled" if step.coupling == "joint" and step.criterion == "hessian" else name
