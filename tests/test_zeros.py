@@ -14,7 +14,7 @@ import hap
 from cases import CASES
 from checks import gap, random_plan, traced
 from hap import checking
-from hap.zeros import ATTENTION, NoEmptyHeads, Remembering, SkippingZeros
+from hap.zeros import ATTENTION, POINTWISE, NoEmptyHeads, Remembering, SkippingZeros
 
 
 def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
@@ -236,3 +236,28 @@ def test_attention_without_heads_is_refused(attention: Any) -> None:
             attention(q, none, none)
         with pytest.raises(hap.HapError, match=r"the query of an attention has shape \(2, 3, 5, 0\)"):
             attention(thin, thin, value=q)
+
+
+@pytest.mark.parametrize("func", sorted(POINTWISE, key=str), ids=str)
+@pytest.mark.parametrize("how", ["plain", "chunk", "channels last", "turned"])
+def test_pointwise_functions_give_the_same_bits_wherever_an_element_lies(func: Any, how: str) -> None:
+    torch.manual_seed(0)
+    wide = torch.zeros(2, 3, 7, 46)
+    rows = torch.arange(1, 38, 2)
+    wide[..., rows] = 3 * torch.randn(2, 3, 7, len(rows))
+    made = {
+        "plain": lambda x: x,
+        "chunk": lambda x: torch.cat([x, x], -1).chunk(2, -1)[1],
+        "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+        "turned": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    }[how]
+    named = {"approximate": "tanh"} if func is functional.gelu else {}
+    narrow, whole = made(wide[..., rows].contiguous()), made(wide)
+    with Remembering({}):
+        some = func(narrow, **named)
+    with SkippingZeros({}):
+        every = func(whole, **named)
+    assert torch.equal(some, every[..., rows])
+    wanted = func(narrow, **named)
+    assert some.stride() == wanted.stride()
+    torch.testing.assert_close(some, wanted)

@@ -30,6 +30,12 @@ _multi_head = FunctionType(
     _MULTI_HEAD.__code__, vars(functional) | {"has_torch_function": lambda _: False}, None, _MULTI_HEAD.__defaults__
 )
 """The same code, which does not ask a mode to take its place, so that a mode gets to see what it calls."""
+POINTWISE = {
+    functional.gelu, functional.silu, torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh, torch.exp, Tensor.exp,
+}  # fmt: skip
+"""Functions of single elements. Kernels round differently at the end of a row, where no whole vector is left."""
+VECTOR = 64
+"""A multiple of the elements in a vector."""
 ROOM = 1 << 30
 """How many bytes of what layers read and compute are held at most, so as not to compute it twice."""
 
@@ -99,6 +105,26 @@ class Sparse:
         return (left[:, None] * per + inside).flatten(), len(left)
 
 
+def _in_whole_vectors(func: Any, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """What a pointwise function computes of x, wherever its elements lie: those of a narrow tensor and of a wide one
+    get the same values, to the last bit."""
+    if x.is_contiguous() and x.numel() % VECTOR == 0:
+        return func(x, **kwargs)
+    dense = torch.empty_like(x).copy_(x)  # laid out as the result would be
+    flat = functional.pad(dense.as_strided((x.numel(),), (1,)), (0, -x.numel() % VECTOR))
+    return func(flat, **kwargs).as_strided(x.shape, dense.stride())
+
+
+def _is_pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this is such a function of one plain tensor on a CPU, which it does not write to."""
+    others = kwargs.keys() - {"approximate"} and kwargs != {"inplace": False}
+    if func not in POINTWISE or len(args) != 1 or type(args[0]) is not Tensor or others:
+        return False
+    x = args[0]
+    plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and not x.requires_grad
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 Given = tuple[Tensor | None, ...]
 
 
@@ -147,6 +173,8 @@ class Remembering(TorchFunctionMode):
         if func is _MULTI_HEAD:
             with self:
                 return _multi_head(*args, **(kwargs or {}))
+        if _is_pointwise(func, args, kwargs or {}):
+            return _in_whole_vectors(func, args[0], kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func in LAYERS and not kwargs and id(args[1]) in self.names:
             self._note(func, self.names[id(args[1])], (*args[:3], None)[:3], tuple(args[3:]), result)
@@ -252,6 +280,8 @@ class SkippingZeros(TorchFunctionMode):
         elif func is _MULTI_HEAD:
             with self:
                 return _multi_head(*args, **kwargs)
+        elif _is_pointwise(func, args, kwargs):
+            return _in_whole_vectors(func, args[0], kwargs)
         if func not in _READS_NO_VALUES and self._occurs((*args, *kwargs.values())):
             args, kwargs = pytree.tree_map_only(nn.Parameter, self._real, (args, kwargs))
         return func(*args, **kwargs)
