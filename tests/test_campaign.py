@@ -15,7 +15,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import hap
-from hap.checkpoint import read
+from hap.checkpoint import load, read, save
 from hap.cli import app
 from hap.data import Data, Split
 from hap.experiments import batches, campaign, sensitivity, starting
@@ -23,6 +23,7 @@ from hap.experiments.campaign import Folders, Job, Manner, estimate, pending, pr
 from hap.experiments.cifar10 import headline_networks, load_data
 from hap.experiments.cifar10 import jobs as cifar10_jobs
 from hap.experiments.config import PruneStep
+from hap.experiments.networks import fresh
 from hap.experiments.sensitivity import Look
 from hap.experiments.starting import BorrowedStep, EigenStep, opened
 from hap.files import digest, held, write_json
@@ -109,7 +110,13 @@ def test_a_network_is_pruned_in_steps(data: Data, folders: Folders) -> None:
     record = json.loads(folders.result("further").read_text())
     assert record["start"] == "pruned" and record["dense"] == "dense"
     assert record["dense_accuracy"] == json.loads(folders.result("pruned").read_text())["dense_accuracy"]
+    assert record["start_sha256"] == digest(folders.network("pruned"))
     folders.result("further").unlink()
+    replaced = folders.network("pruned").read_bytes()
+    save(folders.network("pruned"), load(folders.network("pruned"), fresh("resnet20", 10)).float(), plans[0])
+    with pytest.raises(hap.HapError, match="from another network than the pruned that is there now"):
+        work_off([second], data, folders, say=quiet)
+    folders.network("pruned").write_bytes(replaced)
     folders.started("further").unlink()
     folders.network("pruned").unlink()
     assert pending([first, second], folders) == [first]  # again: what starts from it lacks it

@@ -208,8 +208,8 @@ class Scaled(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        return self.layers(x) * others["scale"]
+    def forward(self, x: torch.Tensor, **scale: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * scale["scale"]  # which is also what all of them are called
 
 
 @pytest.mark.parametrize("ending", ["pt2", "onnx"])

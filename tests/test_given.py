@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "model on meta": (lambda: (given()[0].to("meta"), given()[1]), r"0\.0\.weight is on the meta device"),
     "example on meta": (lambda: (given()[0], given()[1].to("meta")), "an input of the example is on the meta device"),
     "lazy": (lambda: (nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), given()[1]), r"1\.weight has no shape yet.*run"),
-    "quantised": (quantised, r"_packed_params is a LinearPackedParams, .* prune the model first, then quantise it"),
+    "quantised": (quantised, r"\d is quantised, .* prune the model first, then quantise it"),
     "no samples": (lambda: (given()[0], given()[1][:0]), r"the example has shape \(0, 3, \d+, \d+\), which is empty"),
     "inference": (made_in_inference_mode, r"0\.0\.weight was made in inference mode.*make the model outside"),
 }  # fmt: skip

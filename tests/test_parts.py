@@ -540,3 +540,50 @@ def test_experts_that_no_token_was_sent_to_are_said_to_stay(recwarn: pytest.Warn
     assert said.startswith("47% of the parameters could not be touched: experts.2.0 (the example does not run it")
     assert said in str(plan)
     assert [len(expert[0].weight) == 32 for expert in model.experts] == [False, False, True, True]
+
+
+class SharedWeight(nn.Module):
+    """Holds a weight under a name that no part has, too: that of a layer which does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(16, 64)
+        self.first = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.first[0].weight = self.idle.weight
+        self.last = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x[(x.sum(-1) > 0).nonzero().flatten()])
+
+
+def test_a_weight_that_a_part_holds_under_another_name_is_not_said_to_stay() -> None:
+    model = SharedWeight().eval()
+    with pytest.warns(UserWarning, match="pruned in parts"):
+        plan = hap.prune_(model, torch.randn(16, 16), criterion="magnitude", flops=0.6)
+    assert len(model.idle.weight) < 64 and "could not be touched" not in str(plan)
+
+
+class Keeping(nn.Module):
+    """Keeps a table that it computes by a convolution on its first run, and chooses by value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            waves = torch.arange(58.0 * 58).sin().view(1, 1, 58, 58)
+            self.table = nn.functional.conv2d(waves, torch.ones(1, 1, 3, 3))
+        x = (self.layers(x) + self.table).mean((2, 3)).flatten()
+        return x[(x > 0).nonzero()]
+
+
+def test_a_coarse_run_leaves_nothing_behind() -> None:
+    model, other, example = Keeping().eval(), Keeping().eval(), torch.randn(1, 3, 56, 56)
+    assert _coarse_calls(model, example) is not None
+    assert model.table is None
+    assert view_where_it_chooses(model, example) is not None
+    model(example), other(example)
+    assert torch.equal(model.table, other.table)

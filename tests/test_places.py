@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
+from hap import checking
 from hap.errors import HapError
-from hap.places import FEWEST, Coarse
+from hap.places import BETWEEN, FEWEST, Coarse, step_of
 
-SIDE = 8 * FEWEST
+SIDE = 56
 CONVOLUTIONS = [
-    {}, {"padding": 1}, {"padding": "same"}, {"stride": 2, "padding": (1, 1)}, {"dilation": 2}, {"groups": 2},
-    {"stride": 3, "padding": 2, "dilation": 2, "groups": 4},
+    {}, {"padding": 1}, {"padding": "same"}, {"padding": "valid"}, {"stride": 2, "padding": 1}, {"dilation": 2},
+    {"groups": 2}, {"stride": 2, "padding": 2, "dilation": 2, "groups": 4},
 ]  # fmt: skip
 
 
@@ -29,7 +31,7 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.between(self.first(x).relu())).relu()
+        x = self.second(self.between(self.first(x)).relu()).relu()
         return self.head(x.mean((2, 3)))
 
     def between(self, x: Tensor) -> Tensor:
@@ -37,45 +39,48 @@ class Net(nn.Module):
 
 
 class Wary(Net):
-    """Once it is wary, refuses maps in which neighbours are alike, as next to the places that were computed."""
+    """Once it is wary, refuses maps that change evenly, as they do between the places that were computed."""
 
     wary = False
 
     def between(self, x: Tensor) -> Tensor:
-        if self.wary and torch.equal(x[..., 0], x[..., 1]):
-            raise ValueError("neighbours are alike")
+        if self.wary and bool((x[..., 2] - 2 * x[..., 1] + x[..., 0]).abs().max() < 1e-4):
+            raise ValueError("too even")
         return x
 
 
-def planned(model: nn.Module, example: Tensor) -> Any:
-    groups = hap.trace(model, example)
-    return hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(flops=0.5))
+def planned(model: nn.Module, example: Tensor, ignore: Sequence[str] = ()) -> Any:
+    groups = hap.trace(model, example, ignore=ignore)
+    return hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(params=0.6))
 
 
 @pytest.mark.parametrize("settings", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("axes", [1, 2, 3])
-def test_a_coarse_convolution_has_the_true_shape_and_true_values_at_its_places(
+def test_a_coarse_convolution_has_the_true_shape_and_even_changes_between_true_values(
     axes: int, settings: dict[str, Any]
 ) -> None:
     call = (functional.conv1d, functional.conv2d, functional.conv3d)[axes - 1]
-    settings = {k: (v[0] if isinstance(v, tuple) else v) for k, v in settings.items()}
-    x = torch.randn(2, 4, *[45] * axes, dtype=torch.float64)
+    x = torch.randn(2, 4, *[SIDE + 1] * axes, dtype=torch.float64)
     weight = torch.randn(8, 4 // settings.get("groups", 1), *[3] * axes, dtype=torch.float64)
     whole = call(x, weight, **settings)
     with Coarse():
         coarse = call(x, weight, **settings)
-    assert coarse.shape == whole.shape
-    step = whole.shape[-1] // FEWEST
-    computed = -(-whole.shape[-1] // step)
-    first = [-(-i * whole.shape[-1] // computed) for i in range(computed)]  # where each of the values is first repeated
-    places = torch.arange(computed) * step
-    for axis in range(2, 2 + axes):
-        coarse, whole = coarse.index_select(axis, torch.tensor(first)), whole.index_select(axis, places)
-    torch.testing.assert_close(coarse, whole, rtol=0, atol=1e-12)
+    step = step_of(whole.shape[-1])
+    assert step > 1
+    some = whole[(..., *[slice(None, None, step)] * axes)]
+    wanted = functional.interpolate(some, whole.shape[2:], mode=BETWEEN[2 + axes], align_corners=True)
+    torch.testing.assert_close(coarse, wanted, rtol=0, atol=1e-12)
+
+
+def test_steps_leave_enough_places_of_all_kinds() -> None:
+    steps = {side: step_of(side) for side in range(300)}
+    assert all(len(range(0, side, step)) >= FEWEST for side, step in steps.items() if step > 1)
+    assert all(step % 2 and step % 3 for step in steps.values())
+    assert [steps[side] for side in (0, 7, 14, 28, 56, 112, 224)] == [1, 1, 1, 5, 11, 17, 35]
 
 
 def test_small_maps_and_transposed_convolutions_are_computed_whole() -> None:
-    small, large = torch.randn(1, 4, 2 * FEWEST - 1, 2 * FEWEST - 1), torch.randn(1, 4, SIDE, SIDE)
+    small, large = torch.randn(1, 4, 14, 14), torch.randn(1, 4, SIDE, SIDE)
     weight, turned = torch.randn(6, 4, 1, 1), torch.randn(4, 6, 3, 3)
     with Coarse():
         seen = functional.conv2d(small, weight), functional.conv_transpose2d(large, turned)
@@ -117,12 +122,70 @@ def test_a_forward_that_takes_no_coarse_maps_is_checked_on_whole_ones() -> None:
     assert counter.get_total_flops() / 2 > plan.after.macs / 2
 
 
-def test_channels_that_are_mixed_up_are_seen_at_some_places_too() -> None:
-    model, example = Net().eval(), torch.randn(1, 3, SIDE, SIDE)
-    plan = planned(model, example)
+class ByTurns(Net):
+    """Puts maps together by turns, takes them apart, or looks at differences of neighbours."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "interleaved":
+            self.other = nn.Conv2d(3, 12, 3, padding=1)
+        elif how == "shuffled":
+            self.first = nn.Conv2d(3, 48, 3, padding=1)
+        elif how == "unshuffled":
+            self.second = nn.Conv2d(48, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.first(x).relu()
+        if self.how == "interleaved":
+            y = torch.stack((y, self.other(x).relu()), -1).flatten(-2)
+        elif self.how == "shuffled":
+            y = functional.pixel_shuffle(y, 2)
+        elif self.how == "unshuffled":
+            y = functional.pixel_unshuffle(y, 2)
+        elif self.how in ("differences", "signs"):
+            steps = y[..., 1:] - y[..., :-1]
+            y = steps if self.how == "differences" else y[..., 1:] * (steps + 1e-30) / (steps + 1e-30).abs()
+        return self.head(self.second(y).relu().mean((2, 3)))
+
+
+MIXED = {
+    "interleaved": ("other.weight", 0, 1), "shuffled": ("first.weight", 0, 4), "unshuffled": ("second.weight", 1, 4),
+    "differences": ("second.weight", 1, 1), "signs": ("second.weight", 1, 1), "plain": ("head.weight", 1, 1),
+}  # fmt: skip
+"""Which cut is mixed up, and how many of its entries belong together: the first of them stays where it is."""
+
+
+def mixed(keep: tuple[int, ...], together: int) -> tuple[int, ...]:
+    if together == 1:
+        return keep[::-1]
+    parts = [keep[i : i + together] for i in range(0, len(keep), together)]
+    return tuple(k for part, other in zip(parts, parts[::-1], strict=True) for k in (part[0], *other[1:]))
+
+
+@pytest.mark.parametrize("how", MIXED)
+def test_channels_that_are_mixed_up_are_seen_at_some_places_too(how: str) -> None:
+    torch.manual_seed(0)
+    model, example = ByTurns(how).eval(), torch.randn(1, 3, SIDE, SIDE)
+    plan = planned(model, example, ("second",) if how != "plain" else ())
     before = {name: p.clone() for name, p in model.named_parameters()}
-    cuts = [replace(c, keep=c.keep[::-1]) if (c.name, c.dim) == ("head.weight", 1) else c for c in plan.cuts]
-    assert tuple(cuts) != plan.cuts
+    name, dim, together = MIXED[how]
+    cuts = tuple(replace(c, keep=mixed(c.keep, together)) if (c.name, c.dim) == (name, dim) else c for c in plan.cuts)
+    broken = replace(plan, cuts=cuts)
+    assert cuts != plan.cuts
+    assert not checking._agree_at_some_places(model, broken, {}, example, checking.cut_tensors(model, broken))
     with pytest.raises(HapError, match="does not do what the plan says"):
-        hap.apply_(model, replace(plan, cuts=tuple(cuts)), example)
+        hap.apply_(model, broken, example)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    hap.apply_(model, plan, example)
+
+
+def test_outputs_that_are_zero_at_some_places_tell_nothing() -> None:
+    model, example = Net().eval(), torch.zeros(1, 3, SIDE, SIDE)
+    for layer in (model.first, model.second, model.head):
+        nn.init.zeros_(layer.bias)
+    example[..., 3:5, 3:5] = 1 + torch.rand(3, 2, 2)
+    plan = planned(model, example, ("second",))
+    shorter = checking.cut_tensors(model, plan)
+    assert not checking._agree_at_some_places(model, plan, {}, example, shorter)
+    hap.apply_(model, plan, example)

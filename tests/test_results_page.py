@@ -147,30 +147,37 @@ def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
                        | seeds(f"{base}-implant-centre-40.7", [0.93, 0.931, 0.932])
                        | seeds(f"{base}-implant-centre-{many}-40.7", [0.9305, 0.9305, 0.932]))  # fmt: skip
     # variances of 0.01, 0.0025, 0.005, 0.01 and 0.0075, weighted by 2, 2, 1, 2 and 2: 0.065 / 9, and 2.262 of its root
-    assert row_of(text, "from zero", "2 seeds")[2:] == [
-        "held at 0 of 1 sizes, 1 not held, 1 not run yet", "40.7% FLOPs: -1.00 ± 0.19, 2 seeds (not held)",
+    assert row_of(text, "from zero", "3 and 2 seeds")[2:] == [
+        "held at 0 of 1 sizes, 1 not held, 1 not run yet", "40.7% FLOPs: -0.95 ± 0.18, 3 and 2 seeds (not held)",
     ]  # fmt: skip
     assert row_of(text, "10,000 images above HAP + Implant")[2].startswith("held at 0 of 1 sizes, 1 within the noise, ")
     assert row_of(text, "per cost, 10,000 images above HAP |")[2:] == [
         "held at 1 of 1 sizes, 4 not run yet", "38.74% FLOPs: +1.00 ± 0.16, 3 seeds (held)",
     ]  # fmt: skip
     assert row_of(text, "HAP above Random")[2:] == [
-        "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.40 ± 0.27, 1 seed (held)",
+        "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.50 ± 0.22, 3 and 1 seeds (held)",
     ]  # fmt: skip
     said = " ".join(text.split())
-    assert "standard deviation is 0.08 points, pooled over all pruned networks with several seeds" in said
-    assert "gives it 9 degrees of freedom" in said
+    assert "0.08 in protocol `paper` (9 degrees of freedom)" in said
     assert "ResNet56, HAP + Implant above Low rank" in text.partition("Not run yet: ")[2].partition("\n")[0]
 
 
-def test_shared_seeds_are_compared_and_others_where_there_are_none() -> None:
+def test_differences_stand_with_the_margin_of_their_seeds() -> None:
     noise = Noise(0.2, 12)
-    shared = difference({0: 93.0, 1: 95.0, 2: 97.0}, {0: 92.0, 1: 93.9, 2: 96.1, 3: 0.0}, noise)
     # of 12 degrees of freedom the table has 10
-    assert shared == (pytest.approx(1.0), pytest.approx(2.228 * 0.2 * (2 / 3) ** 0.5), "3 seeds")
-    other = difference({0: 93.0, 1: 95.0}, {2: 94.5}, noise)
-    assert other == (-0.5, pytest.approx(2.228 * 0.2 * 1.5**0.5), "2 and 1, not the same seeds")
-    assert difference({0: 93.0, 1: 95.0}, {1: 94.0}, None) == (1.0, None, "1 seed")
+    wanted = (pytest.approx(1.0), pytest.approx(2.228 * 0.2 * (1 / 2 + 1 / 3) ** 0.5), "2 and 3 seeds")
+    assert difference([94.0, 96.0], [93.0, 94.0, 95.0], noise) == wanted
+    assert difference([94.0] * 3, [95.0] * 3, noise)[2] == "3 seeds"
+    assert difference([95.0], [94.0], None) == (1.0, None, "1 seed")
+
+
+def test_each_protocol_has_its_own_noise(tmp_path: Path) -> None:
+    text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936])
+                       | seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945])
+                       | seeds("preresnet29-short-hap-50.0", [0.93]))  # fmt: skip
+    said = " ".join(text.split())
+    assert "0.14 in protocol `paper` (1 degrees of freedom), 0.10 in protocol `best` (2 degrees of freedom), " in said
+    assert "0.12 in protocol `short` (3 degrees of freedom)" in said  # which has that of all together
 
 
 def test_verdicts_are_given_outside_the_margin_alone() -> None:

@@ -19,7 +19,7 @@ from hap.zeros import ATTENTION, POINTWISE, NoEmptyHeads, Remembering, SkippingZ
 
 def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
     known = Remembering({}) if skip else None
-    return checking._masked_outputs(model, plan, {}, example, None, checking.cut_tensors(model, plan), known)
+    return checking._masked_outputs(model, plan, {}, example, None, checking.cut_tensors(model, plan), known, False)
 
 
 @pytest.mark.parametrize("name", CASES)

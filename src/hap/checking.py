@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -32,7 +33,7 @@ UNKNOWABLE = "what the model returns without some of it cannot be compared"
 Listener = Callable[[nn.Module], None]
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that go another way, with fused kernels and nested tensors, where no mode of torch's watches functions."""
-COARSE = dict.fromkeys(TOLERANCE, 0.1)
+FUSED_TOLERANCE = dict.fromkeys(TOLERANCE, 0.1)
 """How far fused kernels may be off: some compute GELU another way."""
 LARGE = 1 << 14
 """Weights with as many elements are not written out with zeros in place of what goes: see hap.zeros."""
@@ -72,12 +73,15 @@ def _agree_at_some_places(
 ) -> bool:
     """Whether the pruned model does what the plan says with large maps computed at some places alone: see hap.places.
 
-    If it does not, or fails, that may be for the values in between: then these are to be computed too.
+    If it does not, or fails, that may be for the values in between: then these are to be computed too. So they are
+    where an output is zero everywhere, or not finite, which may come of the places, and tells nothing.
     """
     try:
-        return _compare(model, plan, implants, example, None, shorter, coarse=True)[0] is None
+        problem, wanted = _compare(model, plan, implants, example, None, shorter, coarse=True)
     except Misfit:
         return False
+    numbers = [x for x in wanted if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    return problem is None and all(0 < largest(x) < math.inf for x in numbers)
 
 
 def check_by_running(
@@ -183,13 +187,13 @@ def _check_fused(
         seen = outputs(_pruned(model, plan, implants, shorter), example, watched=False)
     except Exception as error:
         raise HapError(f"{REFUSED}: its forward fails in torch's fused kernels with {in_a_line(error)}") from error
-    if difference(wanted, seen, plan.exact, COARSE) is None:
+    if difference(wanted, seen, plan.exact, FUSED_TOLERANCE) is None:
         return
     try:
         wanted = outputs(_masked(model, plan, implants, None, shorter, None)[0], example, watched=False)
     except Exception as error:
         raise HapError(f"{UNKNOWN} fails in torch's fused kernels with {in_a_line(error)}") from error
-    if problem := difference(wanted, seen, plan.exact, COARSE):
+    if problem := difference(wanted, seen, plan.exact, FUSED_TOLERANCE):
         raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
 
 
@@ -232,7 +236,7 @@ def _reference(
 
 def _masked_outputs(
     model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], example: Any, base: Plan | None,
-    shorter: dict[str, Tensor], known: Remembering | None, coarse: bool = False,
+    shorter: dict[str, Tensor], known: Remembering | None, coarse: bool,
 ) -> list[Any]:  # fmt: skip
     """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts."""
     masked, sparse = _masked(model, plan, implants, base, shorter, known)

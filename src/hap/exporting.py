@@ -96,8 +96,8 @@ def _naming(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the model's forward names those of these arguments that it takes as **kwargs: torch.export mistakes the
     shapes of arguments without a name."""
     forward, own = model.forward, vars(model).get("forward")
-    parameters = inspect.signature(forward).parameters
-    unnamed = [name for name in kwargs if name not in parameters]
+    named_ones = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    unnamed = [name for name in kwargs if name not in {p.name for p in named_ones}]
     if not unnamed:
         yield
         return
@@ -105,9 +105,8 @@ def _naming(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     def named(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    kept = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unnamed]
-    vars(named)["__signature__"] = inspect.Signature([*kept, *added])
+    vars(named)["__signature__"] = inspect.Signature([*named_ones, *added])
     vars(model)["forward"] = named
     try:
         yield

@@ -39,8 +39,8 @@ def check_given(model: nn.Module, example: Any) -> None:
         packed = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
         if packed and not isinstance(module, torch.jit.ScriptModule):
             raise HapError(
-                f"{name or 'model'} is a {type(module).__name__}, whose weights are packed where nothing can cut them; "
-                "prune the model first, then quantise it"
+                f"{name.removesuffix('._packed_params') or 'model'} is quantised, its weights packed where nothing can "
+                "cut them; prune the model first, then quantise it"
             )
     tensors = [x for x in pytree.tree_leaves(call_arguments(example)) if isinstance(x, Tensor)]
     inputs = [("an input of the example", x) for x in tensors]

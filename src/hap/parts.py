@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capturing import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
+from hap.copying import variant
 from hap.errors import HapError
 from hap.examples import call_arguments
 from hap.given import check_given
@@ -290,11 +291,13 @@ def _calls(
 
 def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
     """The same from a coarse run, which takes a fraction of the time; None where it does not run, or where modules are
-    called after a choice: how many boxes they get is up to the true values."""
+    called after a choice: how many boxes they get is up to the true values. A copy runs, since a forward may keep what
+    it computes, such as anchors."""
     try:
+        copy = variant(model, {})
         with Coarse():
-            return _calls(model, example, last=True)
-    except HapError:
+            return _calls(copy, example, last=True)
+    except Exception:  # some models cannot be copied
         return None
 
 

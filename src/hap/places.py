@@ -1,40 +1,56 @@
 """Convolutions at some places of a large map alone, where not the values count but which channels they come from.
 
-What channels a layer reads and writes is the same wherever in an image it looks. A convolution at every fourth row and
-column, with each value repeated up to the next, is still linear in its inputs and weights and of the same shape, so two
-models that should compute the same, one of them pruned, can be held against each other by it.
+What channels a layer reads and writes is the same wherever in an image it looks. A convolution at every fifth row and
+column, with values in between that change evenly from one to the next, is still linear in its inputs and weights and of
+the same shape, so two models that should compute the same, one of them pruned, can be held against each other by it.
 """
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FEWEST = 7
-"""No fewer places along an axis are computed, where there are as many."""
+ABOUT, FEWEST = 7, 5
+"""About so many places along an axis are computed, and no fewer than these; all, where that would not save any."""
+BETWEEN = {3: "linear", 4: "bilinear", 5: "trilinear"}
+"""How values in between are found, by the number of axes of a tensor."""
 
 
 class Coarse(TorchDispatchMode):
-    """Inside, convolutions are computed at some places of a map, and the others get what is nearest: results have
-    their true shapes and values of their kind."""
+    """Inside, convolutions are computed at some places of a map: results have their true shapes and values of their
+    kind."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.convolution.default and not args[6]:  # which would be a transposed one
-            sides = _sides(*args[:6])
-            steps = [max(1, side // FEWEST) for side in sides]
+            x, weight, bias, *settings, _, _, _ = args
+            stride, padding, dilation = (_each(values, weight.ndim - 2) for values in settings)
+            sides = _sides(x, weight, stride, padding, dilation)
+            steps = [step_of(side) for side in sides]
             if max(steps) > 1:
-                x, weight, bias, stride, *rest = args
                 wider = [a * b for a, b in zip(stride, steps, strict=True)]
-                return functional.interpolate(func(x, weight, bias, wider, *rest), sides, mode="nearest")
+                some = func(x, weight, bias, wider, padding, dilation, *args[6:])
+                return functional.interpolate(some, sides, mode=BETWEEN[x.ndim], align_corners=True)
         return func(*args, **(kwargs or {}))
 
 
-def _sides(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: list[int], padding: list[int], dilation: list[int]
-) -> list[int]:
+def step_of(side: int) -> int:
+    """From one place to the next. It has no factor 2 or 3, so that places meet all parts of what was put together by
+    turns, as by a pixel shuffle."""
+    step = next(n for n in count(max(1, side // ABOUT)) if n % 2 and n % 3)
+    return step if side > (FEWEST - 1) * step else 1
+
+
+def _each(values: list[int], axes: int) -> list[int]:
+    """A setting for each axis of a map: a single one holds for all."""
+    return [*values] * axes if len(values) == 1 else [*values]
+
+
+def _sides(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
     """How many places a convolution computes along each axis of a map."""
     axes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     return [(side + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, reach in axes]

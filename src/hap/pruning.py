@@ -27,6 +27,7 @@ from hap.surgery import apply_
 from hap.timed_planning import plan_for_latency
 from hap.tracing import trace, trace_captured
 from hap.untouched import layer_of, nothing_in_words, share_untouched
+from hap.walking import named_tensors
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
@@ -121,9 +122,9 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
 
 def _outside(view: Parts, groups: Groups) -> dict[str, Frozen]:
     """The weights that no part holds, such as those of experts that no token was sent to."""
-    inside = tuple(f"{name}." for name in view.names)
-    weights = [name for name, shape in groups.shapes.items() if name in groups.trainable and len(shape) > 1]
-    return {name: Frozen(layer_of(name), OUTSIDE) for name in weights if not name.startswith(inside)}
+    inside = {id(t) for name in view.names for t in named_tensors(view.get_submodule(name)).values()}
+    weights = {name: tensor for name, tensor in named_tensors(view).items() if name in groups.trainable}
+    return {n: Frozen(layer_of(n), OUTSIDE) for n, t in weights.items() if t.ndim > 1 and id(t) not in inside}
 
 
 def _single(view: Parts, groups: Groups) -> dict[str, Frozen]:

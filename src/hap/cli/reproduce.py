@@ -40,7 +40,7 @@ def reproduce(
     ],
     data: Annotated[str | None, typer.Option(help="The folder with CIFAR-10.")] = None,
     only: Annotated[
-        str, typer.Option("--jobs", help="Only runs with such names, as *-seed0, and the dense networks they need.")
+        str, typer.Option("--jobs", help="Only runs with such names, as *-seed0, and those that they start from.")
     ] = "*",
     state: Annotated[bool, typer.Option("--status", help="Only say what is done and what is left.")] = False,
     render: Annotated[

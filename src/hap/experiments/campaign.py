@@ -82,7 +82,7 @@ class Folders:
         return self.networks / f"{name}.safetensors"
 
     def dense(self, name: str) -> Path:
-        """Where a finished dense network is, wherever it is kept."""
+        """Where a finished network that others start from is, wherever it is kept."""
         kept = self.results / "networks" / f"{name}.safetensors"
         return kept if kept.exists() and not self.network(name).exists() else self.network(name)
 
@@ -310,12 +310,13 @@ def _start(job: Job, data: Data, folders: Folders) -> nn.Module:
     path, settings = folders.started(job.name), _settings(job)
     if read(path).about.get("settings", settings) != settings:
         raise HapError(f"{path} was pruned with other settings than {job.name} has now; delete it to prune anew")
-    there, used = _dense_digest(job, folders), read(path).about.get("dense")
-    if there is not None and used is not None and there != used:
-        raise HapError(
-            f"{path} was pruned from another network than the {job.dense} that is there now, which was trained "
-            "again; delete it to prune anew"
-        )
+    for key, name in (("dense", job.dense), ("start", job.start)):
+        there, used = _digest(name, folders), read(path).about.get(key)
+        if there is not None and used is not None and there != used:
+            raise HapError(
+                f"{path} was pruned from another network than the {name} that is there now, which was trained again; "
+                "delete it to prune anew"
+            )
     return opened(path, job.model, data.classes).to(device)
 
 
@@ -333,15 +334,16 @@ def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
         made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images, scores)
         metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
                    "scoring_seconds": made.seconds}  # fmt: skip
-        about = {"ranks": made.ranks, "settings": _settings(job), "dense": _dense_digest(job, folders)}
+        about = {"ranks": made.ranks, "settings": _settings(job), "dense": _digest(job.dense, folders),
+                 "start": _digest(job.start, folders)}  # fmt: skip
         if folders.started(job.name).exists():  # by a process that prunes ahead: its plan may be in use
             continue
         save(folders.started(job.name), model, made.plan, metrics=metrics, about=about)
 
 
-def _dense_digest(job: Job, folders: Folders) -> str | None:
-    """Which dense network it is that a job starts from: one that was trained again is another."""
-    return digest(folders.dense(job.dense)) if job.dense and folders.dense(job.dense).exists() else None
+def _digest(name: str | None, folders: Folders) -> str | None:
+    """Which network of this name it is that a job starts from: one that was trained again is another."""
+    return digest(folders.dense(name)) if name and folders.dense(name).exists() else None
 
 
 def _in_dense_shape(path: Path, dense: nn.Module, data: Data) -> nn.Module:
@@ -376,7 +378,8 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
     result = {
         "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
         "seed": job.recipe.seed, "dense": job.dense, "start": job.start,
-        "dense_sha256": started.about.get("dense") if started else None, "prune": describe(job.prune),
+        "dense_sha256": started.about.get("dense") if started else None,
+        "start_sha256": started.about.get("start") if started else None, "prune": describe(job.prune),
         "images": min(job.images, len(data.train)) if job.prune else None,
         "targets": list(job.targets), "paper": job.paper,
         "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None,
@@ -415,7 +418,7 @@ def status(jobs: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
 
 
 def select(jobs: Sequence[Job], target: str, pattern: str = "*", others: Sequence[str] = ()) -> list[Job]:
-    """The jobs of a table or figure, by its name, with the dense networks that they start from; "all" for every one.
+    """The jobs of a table or figure, by its name, with those whose networks they start from; "all" for every one.
     With a `pattern` such as `*-seed0`, those of them whose names match it. `others` are targets that are not of jobs,
     for who errs."""
     known = {t for j in jobs for t in j.targets}

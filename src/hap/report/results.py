@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 
 from hap.experiments.campaign import Folders, Job
 from hap.experiments.cifar10 import BEST, DENSE, HAP_ROWS, MANY_IMAGES, jobs, short
@@ -154,14 +155,21 @@ def claims(page: Page) -> str:
 
 def _noise(page: Page) -> str:
     """How verdicts come about, and how much seeds differ."""
-    noise = page.rows[0].noise
-    if noise is None:
+    known = {row.protocol: row.noise for row in page.rows if row.job.prune is not None and row.noise is not None}
+    if not known:
         return "No pruned network has run with several seeds yet, so how much of a difference is noise is not known."
-    return f"""One seed's standard deviation is {noise.deviation:.2f} points, pooled over all pruned networks with
-several seeds, which gives it {noise.freedom} degrees of freedom. It is taken to be that of all others too, those with
-one seed included: a difference stands with half of its 95% interval by Student's t, and what lies within counts as
-noise. Where both sides have run with the same seeds these are compared, since networks of one seed come from one dense
-network."""
+    spreads = ", ".join(
+        f"{noise.deviation:.2f} in protocol `{protocol}` ({noise.freedom} degrees of freedom)"
+        for protocol, noise in known.items()
+    )
+    text = (
+        "One seed's standard deviation in points, pooled over the pruned networks of a protocol that have run with "
+        f"several seeds, is {spreads}; a protocol without any has that of all together. It is taken to be that of its "
+        "other networks too, those with one seed included, which is not tested. By it a difference stands with half of "
+        "its 95% interval by Student's t, and what lies within counts as noise. Each difference is judged by itself: "
+        "of twenty without a cause, one would lie outside."
+    )
+    return fill(text, 120, break_on_hyphens=False)
 
 
 def _claim(network: str, above: str, below: str, rows: Sequence[Row]) -> list[str]:

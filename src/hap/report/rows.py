@@ -26,6 +26,7 @@ NEEDED = {
     "implants-from-zero": ("rows",),
 }
 """What the page reads of records that are not of a run, by how their names begin."""
+PROTOCOLS = ("paper", "best", "short")
 BORROWED = {"magnitude": "group magnitude", "taylor": "Taylor", "bn-scale": "BN scale"}
 
 
@@ -50,7 +51,7 @@ class Noise:
 @dataclass(frozen=True)
 class Row:
     """One way to make a network. `records` holds a result per seed that has run, `jobs` all that are to run; `noise` is
-    that of all pruned networks together, where any has run with several seeds."""
+    that of the pruned networks of its protocol, or of all where none of those has run with several seeds."""
 
     name: str
     label: str
@@ -63,15 +64,13 @@ class Row:
         return self.jobs[0]
 
     @property
+    def protocol(self) -> str:
+        return self.name.split("-")[1]
+
+    @property
     def accuracies(self) -> list[float]:
         """Per cent, after the last epoch."""
         return [100 * r["accuracy"] for r in self.records]
-
-    @property
-    def by_seed(self) -> dict[int, float]:
-        """Accuracies, per cent, by the seed of the run."""
-        seeds = {job.name: job.recipe.seed for job in self.jobs}
-        return {seeds[r["name"]]: 100 * r["accuracy"] for r in self.records}
 
     @property
     def mean(self) -> float:
@@ -116,8 +115,10 @@ def make_rows(jobs: Iterable[Job], records: Mapping[str, Record]) -> list[Row]:
         Row(name, label(members[0]), tuple(members), tuple(records[j.name] for j in members if j.name in records))
         for name, members in groups.items()
     ]
-    noise = noise_of(row for row in rows if row.job.prune is not None)
-    return [replace(row, noise=noise) for row in rows]
+    pruned = [row for row in rows if row.job.prune is not None]
+    own = {protocol: noise_of(row for row in pruned if row.protocol == protocol) for protocol in PROTOCOLS}
+    every = noise_of(pruned)
+    return [replace(row, noise=own.get(row.protocol) or every) for row in rows]
 
 
 def label(job: Job) -> str:

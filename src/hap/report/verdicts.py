@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hap.report.rows import Noise, Row
@@ -39,20 +39,15 @@ def compare(above: str, below: str, rows: Sequence[Row]) -> tuple[list[Compariso
     for kind, percent in common:
         one, other = first[kind, percent], second[kind, percent]
         if one.records and other.records:
-            found.append(Comparison(kind, percent, *difference(one.by_seed, other.by_seed, one.noise)))
+            found.append(Comparison(kind, percent, *difference(one.accuracies, other.accuracies, one.noise)))
     return found, len(common)
 
 
-def difference(
-    above: Mapping[int, float], below: Mapping[int, float], noise: Noise | None
-) -> tuple[float, float | None, str]:
-    """The difference of two methods whose accuracies are known by seed, its margin, and what was compared.
-
-    Networks of one seed come from one dense network: where seeds are shared, these alone are compared.
-    """
-    if shared := [seed for seed in above if seed in below]:
-        above, below = ({seed: side[seed] for seed in shared} for side in (above, below))
+def difference(above: Sequence[float], below: Sequence[float], noise: Noise | None) -> tuple[float, float | None, str]:
+    """The difference of two methods whose accuracies are known by seed, its margin, and how many seeds they have."""
     counts = len(above), len(below)
-    words = f"{counts[0]} seed{'s' * (counts[0] > 1)}" if shared else f"{counts[0]} and {counts[1]}, not the same seeds"
-    points = statistics.fmean(above.values()) - statistics.fmean(below.values())
+    words = (
+        f"{counts[0]} seed{'s' * (counts[0] > 1)}" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]} seeds"
+    )
+    points = statistics.fmean(above) - statistics.fmean(below)
     return points, None if noise is None else noise.margin(*counts), words
