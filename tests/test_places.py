@@ -76,11 +76,11 @@ def test_steps_leave_enough_places_of_all_kinds() -> None:
     steps = {side: step_of(side) for side in range(300)}
     assert all(len(range(0, side, step)) >= FEWEST for side, step in steps.items() if step > 1)
     assert all(step % 2 and step % 3 for step in steps.values())
-    assert [steps[side] for side in (0, 7, 14, 28, 56, 112, 224)] == [1, 1, 1, 5, 11, 17, 35]
+    assert [steps[side] for side in (0, 7, 14, 28, 56, 112, 224)] == [1, 1, 5, 5, 11, 17, 35]
 
 
 def test_small_maps_and_transposed_convolutions_are_computed_whole() -> None:
-    small, large = torch.randn(1, 4, 14, 14), torch.randn(1, 4, SIDE, SIDE)
+    small, large = torch.randn(1, 4, 13, 13), torch.randn(1, 4, SIDE, SIDE)
     weight, turned = torch.randn(6, 4, 1, 1), torch.randn(4, 6, 3, 3)
     with Coarse():
         seen = functional.conv2d(small, weight), functional.conv_transpose2d(large, turned)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ABOUT, FEWEST = 7, 5
+ABOUT, FEWEST = 7, 3
 """About so many places along an axis are computed, and no fewer than these; all, where that would not save any."""
 BETWEEN = {3: "linear", 4: "bilinear", 5: "trilinear"}
 """How values in between are found, by the number of axes of a tensor."""
