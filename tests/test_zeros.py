@@ -238,7 +238,11 @@ def test_attention_without_heads_is_refused(attention: Any) -> None:
             attention(thin, thin, value=q)
 
 
-@pytest.mark.parametrize("func", sorted(POINTWISE, key=str), ids=str)
+def name_of(func: Any) -> str:
+    return func.__qualname__
+
+
+@pytest.mark.parametrize("func", sorted(POINTWISE, key=name_of), ids=name_of)
 @pytest.mark.parametrize("how", ["plain", "chunk", "channels last", "turned"])
 def test_pointwise_functions_give_the_same_bits_wherever_an_element_lies(func: Any, how: str) -> None:
     torch.manual_seed(0)

@@ -467,5 +467,5 @@ def test_suppression_keeps_the_best_of_what_overlaps() -> None:
 
     import_torchvision()
     boxes = torch.tensor([[0.0, 0, 10, 10], [1, 1, 10, 10], [20, 20, 30, 30], [0, 0, 9, 10]])
-    assert suppress(boxes, torch.tensor([0.5, 0.9, 0.1, 0.7]), 0.5).tolist() == [1, 2]
+    assert suppress(boxes.requires_grad_(), torch.tensor([0.5, 0.9, 0.1, 0.7]), 0.5).tolist() == [1, 2]
     assert suppress(boxes, torch.tensor([0.5, 0.9, 0.1, 0.7]), 0.95).tolist() == [1, 3, 0, 2]

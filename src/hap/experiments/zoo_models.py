@@ -117,7 +117,7 @@ def import_torchvision() -> Any:
 def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """The boxes that no better one overlaps by more than the threshold, best first: non-maximum suppression."""
     order = scores.argsort(descending=True, stable=True)
-    left, top, right, bottom = boxes[order].numpy().T  # by numpy: what watches operators need not see these
+    left, top, right, bottom = boxes[order].detach().numpy().T  # by numpy: what watches operators need not see these
     spans = ((left, right), (top, bottom))
     width, height = (np.minimum(end[:, None], end) - np.maximum(begin[:, None], begin) for begin, end in spans)
     shared, area = width.clip(0) * height.clip(0), (right - left) * (bottom - top)
