@@ -163,11 +163,12 @@ def _work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner,
               revision: str | None, say: Say) -> None:  # fmt: skip
     if lost := batches.unknown(folders.work):
         say(f"these states name no runs, so only the command that began them could go on with them: {', '.join(lost)}")
-    begun = time.monotonic()
+    begun, first = time.monotonic(), True
     while queue := pending(jobs, folders):
         left = None if seconds is None else seconds - (time.monotonic() - begun)
-        if left is not None and left <= 0:
+        if left is not None and left <= 0 and not first:  # one epoch at least, however long it took to get here
             return
+        first = False
         batch = _interrupted(queue, folders, manner, say) or _next(queue, folders, manner)
         named = {job.name: job for job in queue}
         if not _train(batch, [named[name] for name in batch.jobs], data, folders, manner, left, revision, say):
