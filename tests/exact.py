@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.groups import Groups
+from hap.groups import Group, Groups, Scatter
 
 Batches = list[tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
@@ -102,3 +103,44 @@ def fisher(groups: Groups, model: nn.Module, batches: Batches, loss: Loss) -> di
             squares[name] += value.square() / len(samples)
     terms = {n: squares[n] * weights[n].square() / 2 for n in names}
     return {name: by_unit(groups, name, terms, torch.sum) for name in groups}
+
+
+def gate_curvature(model: nn.Module, groups: Groups, batches: Batches, loss: Loss) -> dict[str, Tensor]:
+    """1/2 J^T B J for a factor on each unit: on the slices of weights that read it, or, where it joins a stream, on
+    what the module that is scattered there returns. J and B are whole Jacobians and Hessians."""
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    modules, total = dict(model.named_modules()), sum(len(y) for _, y in batches)
+    found = {}
+    for name, group in groups.items():
+        joined = [s for s in groups.scatters if np.isin(s.narrow, group.classes).any()]
+
+        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[Scatter] = joined) -> Tensor:
+            by_class = {int(c): g for c, g in zip(group.classes, gates, strict=True)}
+
+            def factors(classes: Any) -> Tensor:
+                return torch.stack([by_class.get(int(c), gates.new_ones(())) for c in classes])
+
+            scaled = dict(weights)
+            for weight, dim in () if joined else group.consumers:
+                wide = [-1 if d == dim else 1 for d in range(weights[weight].ndim)]
+                scaled[weight] = scaled[weight] * factors(groups.axes[weight, dim]).view(wide)
+            hooks = []
+            for s in joined:
+
+                def scale(module: nn.Module, args: Any, out: Tensor, s: Scatter = s) -> Tensor:
+                    return out * factors(s.narrow).view([-1 if d == s.dim else 1 for d in range(out.ndim)])
+
+                hooks.append(modules[s.module].register_forward_hook(scale))
+            try:
+                return torch.func.functional_call(model, scaled, (x,))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        one = torch.ones(len(group), dtype=torch.float64)
+        found[name] = torch.zeros(len(group), dtype=torch.float64)
+        for x, y in batches:
+            jacobian = torch.func.jacrev(outputs)(one, x)
+            curvature = torch.func.hessian(lambda o, y=y: loss(o, y))(outputs(one, x))
+            found[name] += len(y) / total / 2 * torch.einsum("abu,abcd,cdu->u", jacobian, curvature, jacobian).detach()
+    return found

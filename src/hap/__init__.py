@@ -31,6 +31,7 @@ from hap.scoring import (
     BNScale,
     Criterion,
     DiagonalFisher,
+    GateCurvature,
     GateGradient,
     GeometricMedian,
     HessianTrace,
@@ -51,10 +52,11 @@ from hap.training import evaluate, train
 __version__ = "0.1.0"
 
 __all__ = [
-    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateGradient",
-    "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank", "Magnitude",
-    "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole",
-    "apply_", "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export", "heads", "latency",
-    "load", "mlps", "models", "narrowable", "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_",
-    "prune_blocks_", "read", "recipes", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
+    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateCurvature",
+    "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank",
+    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank",
+    "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export",
+    "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts", "plan", "plan_blocks",
+    "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "rewrite", "rules", "save", "score", "trace",
+    "train", "zoo",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from hap.errors import HapError
 from hap.given import check_finite, outside_inference
 from hap.groups import Groups
 from hap.scoring.base import Criterion, Loss, Problem, Scores
+from hap.scoring.gates import GateCurvature
 from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
 from hap.scoring.heads import GateGradient, JointTrace, Whole
 from hap.scoring.hessian import HessianTrace
@@ -20,9 +21,9 @@ from hap.scoring.simple import L1, BNScale, GeometricMedian, Magnitude, Random
 from hap.untouched import nothing_in_words
 
 __all__ = [
-    "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GateGradient", "GeometricMedian",
-    "HessianTrace", "JointTrace", "Magnitude", "Problem", "Random", "Reversed", "Scores", "Taylor", "Whole",
-    "as_criterion", "score",
+    "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GateCurvature", "GateGradient",
+    "GeometricMedian", "HessianTrace", "JointTrace", "Magnitude", "Problem", "Random", "Reversed", "Scores", "Taylor",
+    "Whole", "as_criterion", "score",
 ]  # fmt: skip
 
 
@@ -46,7 +47,7 @@ CRITERIA: dict[str, type[Criterion]] = {
     c.name: c
     for c in (
         HessianTrace, Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian, JointTrace,
-        GateGradient,
+        GateGradient, GateCurvature,
     )
 }  # fmt: skip
 

@@ -86,7 +86,7 @@ def survey(problem: Problem) -> Survey:
         first = torch.zeros_like(output)
         first[0] = torch.randn(output.shape[1], generator=torch.Generator().manual_seed(0)).to(output)
         if output.requires_grad:
-            _backward(output, anchor, first[None])
+            backward(output, anchor, first[None])
     if missing := [n for n in problem.weights if n not in mixed]:
         return Survey(f"what {missing[0]} computes is hidden from its layer")
     if bad := [n for n, yes in zip(mixed, torch.stack(list(mixed.values())).tolist(), strict=True) if yes]:
@@ -108,17 +108,31 @@ def _none_frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
+Piece = Callable[[Batch, Tensor, Tensor, int], dict[str, Tensor]]
+"""What some samples add for each vector, (K, units) by name, from the vectors s_k of these samples (K, samples,
+outputs), their signs (K, samples), and how many of them to send back at once."""
+
+
 def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: int = 0) -> dict[str, Tensor]:
     """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact.
 
     With `draws`, so many independent and unbiased estimates of it instead: (draws, units).
     """
     dims = {p.weight: p.dim for g in problem.groups.values() for p in g.producers}
+    sizes = {n: w.shape[dims[n]] for n, w in problem.weights.items()}
+
+    def piece(batch: Batch, vectors: Tensor, signs: Tensor, at_once: int) -> dict[str, Tensor]:
+        return _piece(problem, batch, vectors, signs, at_once, dims)
+
+    return over_samples(problem, found, sizes, piece, draws, seed)
+
+
+def over_samples(problem: Problem, found: Survey, sizes: dict[str, int], piece: Piece, draws: int,
+                 seed: int) -> dict[str, Tensor]:  # fmt: skip
+    """The mean over all samples of what each adds: (1, units) by name, summed over the vectors s_k; with `draws` one
+    row for each of so many random combinations of them. `sizes` are the numbers of units."""
     device = next(iter(problem.weights.values())).device
-    totals = {
-        n: torch.zeros(max(draws, 1), w.shape[dims[n]], dtype=torch.float64, device=device)
-        for n, w in problem.weights.items()
-    }
+    totals = {n: torch.zeros(max(draws, 1), size, dtype=torch.float64, device=device) for n, size in sizes.items()}
     vectors = found.vectors_at_once(draws or found.outputs)
     pieces = Pieces(distributed.least(found.samples_at_once(vectors, device), device), halve=not problem.sharded)
     if problem.sharded:
@@ -132,7 +146,7 @@ def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: i
         chosen = _drawn(curvature, draws, generator) if draws else curvature.factors
 
         def work(part: slice, batch: Batch = batch, chosen: _Vectors = chosen) -> dict[str, Tensor]:
-            return _piece(problem, cut(batch, part), *chosen(part), vectors, dims)
+            return piece(cut(batch, part), *chosen(part), vectors)
 
         for _, rows in pieces.of(samples(batch), work):
             for name, values in rows.items():
@@ -175,7 +189,7 @@ def _piece(
         output, _ = problem.evaluate({}, batch)
         for start in range(0, len(vectors), at_once):
             current = signs[start : start + at_once]
-            _backward(output, anchor, vectors[start : start + at_once].to(output.dtype))
+            backward(output, anchor, vectors[start : start + at_once].to(output.dtype))
     return {n: torch.cat(r) for n, r in rows.items()}
 
 
@@ -196,7 +210,7 @@ def tapped(problem: Problem, see: See) -> Iterator[Tensor]:
 
         def tap(module: nn.Module, args: Any, output: Tensor, name: str = name) -> Tensor:
             x = args[0].detach()
-            tapped: Tensor = _Tap.apply(output, anchor, lambda gradient: see(name, module, x, gradient))
+            tapped: Tensor = Tap.apply(output, anchor, lambda gradient: see(name, module, x, gradient))
             return tapped
 
         hooks.append(modules[name.rpartition(".")[0]].register_forward_hook(tap, prepend=True))
@@ -208,7 +222,7 @@ def tapped(problem: Problem, see: See) -> Iterator[Tensor]:
             hook.remove()
 
 
-def _backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:
+def backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:
     """One backward pass for all vectors (K, *output.shape), past every tap and no further."""
 
     def one(vector: Tensor) -> Tensor:
@@ -217,7 +231,7 @@ def _backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:
     torch.func.vmap(one)(vectors)
 
 
-class _Tap(torch.autograd.Function):
+class Tap(torch.autograd.Function):
     """The identity. It makes its output depend on the anchor, and shows `see` the gradient that comes back."""
 
     @staticmethod

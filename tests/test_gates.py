@@ -1,0 +1,103 @@
+"""GateCurvature: against whole Jacobians, across couplings and layers, and against what removal does to the loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import exact
+import hap
+from cases import CASES
+from checks import assert_unchanged, snapshot, traced
+from test_score import LOSSES, batches_for, close
+
+NAMES = [
+    "residual", "bias_without_norm", "vgg", "strided_and_pooled", "conv1d", "mlp_with_norm", "preactivation",
+    "grouped_many", "grouped_few", "depthwise", "inverted_residual", "dense_block", "concatenated_flattened",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("coupling", ["joint", "union"])
+@pytest.mark.parametrize("name", NAMES)
+def test_is_the_curvature_of_a_gate(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    groups, batches = traced(name, coupling), batches_for(example, model(example).shape[1])
+    before = snapshot(model)
+    scores = hap.score(model, groups, batches, F.cross_entropy, "gate-curvature")
+    assert_unchanged(model, before)
+    assert scores.about == {"method": "exact"}
+    assert close(scores, exact.gate_curvature(model, groups, batches, F.cross_entropy))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_other_losses(kind: str) -> None:
+    model, example = CASES["residual"]()
+    groups, batches = traced("residual", "union"), batches_for(example, model(example).shape[1], kind)
+    loss = LOSSES[kind][0]
+    scores = hap.score(model, groups, batches, loss, hap.GateCurvature())
+    assert close(scores, exact.gate_curvature(model, groups, batches, loss))
+
+
+def wide_mlp(outputs: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, outputs))
+    return model.double().eval(), torch.randn(2, 6, dtype=torch.float64)
+
+
+def test_many_outputs_are_sampled_without_bias() -> None:
+    model, example = wide_mlp(30)
+    groups, batches = hap.trace(model, example), batches_for(example, 30)
+    scores = hap.score(model, groups, batches, F.cross_entropy, hap.GateCurvature(draws=400))
+    wanted = exact.gate_curvature(model, groups, batches, F.cross_entropy)
+    assert scores.about == {"method": "sampled", "draws": 400}
+    off = torch.cat([((scores[n] - wanted[n]) / scores.errors[n].clamp_min(1e-30)).abs() for n in wanted])
+    assert off.max() < 4 and off.median() < 1
+
+
+def test_squared_error_of_the_last_layer_is_what_removal_does() -> None:
+    """The outputs are linear in the gates of the last hidden units, and their own loss is stationary: the second order
+    is all there is."""
+    model, example = wide_mlp(4)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    batches = [(x, model(x).detach())]
+    groups = hap.trace(model, example)
+    last = list(groups)[-1]
+    scores = hap.score(model, groups, batches, F.mse_loss, "gate-curvature")[last]
+    for unit in range(len(groups[last])):
+        pruned = hap.apply_(wide_mlp(4)[0], hap.draft(groups, {last: [unit]}), example)
+        assert F.mse_loss(pruned(x), batches[0][1]).item() == pytest.approx(float(scores[unit]), rel=1e-10, abs=1e-15)
+
+
+def test_a_shift_behind_the_weights_counts() -> None:
+    """A unit whose weights are nearly zero hands on its BatchNorm's shift, which goes with it: equation 6 sees
+    nothing of that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+    )
+    with torch.no_grad():
+        model[0].weight[1] *= 1e-6
+        model[1].bias[1] = 3.0
+    model, example = model.double().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    groups, batches = hap.trace(model, example), batches_for(example, 3)
+    by_gate = hap.score(model, groups, batches, F.cross_entropy, "gate-curvature")["0"]
+    by_trace = hap.score(model, groups, batches, F.cross_entropy, "hessian")["0"]
+    assert by_gate.argmax() == 1 and by_trace.argmin() == 1
+
+
+def test_bad_settings_and_models_are_told() -> None:
+    with pytest.raises(hap.HapError, match="draws=1; expected at least 2"):
+        hap.GateCurvature(draws=1)
+
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).relu())
+
+    x = torch.randn(2, 3, 8, 8)
+    maps = Maps().eval()
+    with pytest.raises(hap.HapError, match="output is not one vector per sample; use another criterion"):
+        hap.score(maps, hap.trace(maps, x), [(x, torch.zeros(2, 2, 4, 4))], F.mse_loss, "gate-curvature")
