@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap.experiments.sensitivity import rank_correlation
+from hap.experiments.removal import rank_correlation
 from hap.files import write_json
 from hap.provenance import provenance
 

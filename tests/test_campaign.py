@@ -736,13 +736,14 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None
         Look("probes", "resnet20", "probes", "dense", probes=3),
         Look("seconds", "resnet20", "seconds", probes=2),
         Look("images", "resnet20", "images", "dense", images=(8, 48)),
+        Look("removal", "resnet20", "removal", "dense", images=(8,)),
+        Look("one-shot", "resnet20", "one-shot", "dense"),
         Look("later", "resnet20", "layers", "none yet"),
     ]
-    assert sensitivity.status(looks, folders) == {
-        "done": [], "ready": ["layers", "probes", "seconds", "images"], "waiting": ["later"],
-    }  # fmt: skip
+    names = ["layers", "probes", "seconds", "images", "removal", "one-shot"]
+    assert sensitivity.status(looks, folders) == {"done": [], "ready": names, "waiting": ["later"]}
     sensitivity.take(looks, data, folders, "abc", quiet)
-    records = {name: json.loads(folders.result(name).read_text()) for name in ("layers", "probes", "seconds", "images")}
+    records = {name: json.loads(folders.result(name).read_text()) for name in names}
     model = hap.load(folders.network("dense"), hap.models.build("resnet20")).eval()
     groups = hap.trace(model, torch.zeros(1, 3, 8, 8), "union")
     scores = hap.score(model, groups, data.calibration(48, 0), functional.cross_entropy, "hessian")
@@ -755,6 +756,7 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None
     few, all_images = records["images"]["rows"]
     assert (few["images"], all_images["images"]) == (8, 48) and 0 < few["carried_by_a_twentieth"] < 1
     assert all_images["rank_correlation"] > 0.99 and all_images["kept_in_both"] > few["kept_in_both"]
+    assert records["removal"]["images"] == 8 and records["one-shot"]["tested_on"] == len(data.test)
     assert all(r["revision"] == "abc" for r in records.values())
     assert sensitivity.status(looks, folders)["ready"] == []
 

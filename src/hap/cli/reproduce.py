@@ -115,7 +115,8 @@ def _plans_to_make(chosen: list[Job], folders: Folders, data: str) -> str:
 def _choose(target: str, pattern: str) -> tuple[list[Job], list[Look]]:
     """The jobs and the looks at scores of a target that are named so, with the dense networks that either needs."""
     every = jobs()
-    about = sensitivity.looks(dense_name("resnet56", "paper", 0)) if target in ("all", sensitivity.TARGET) else []
+    trained = [dense_name("resnet56", "paper", seed) for seed in range(3)]
+    about = sensitivity.looks(trained) if target in ("all", sensitivity.TARGET) else []
     looks = [look for look in about if fnmatch(look.name, pattern)]
     if target == sensitivity.TARGET and not looks:
         known = ", ".join(look.name for look in about)

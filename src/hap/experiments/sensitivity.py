@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import hap
 from hap.checkpoint import load
@@ -17,6 +17,7 @@ from hap.data import Batch, Data
 from hap.experiments.campaign import Folders
 from hap.experiments.config import PruneStep
 from hap.experiments.networks import example_of, fresh
+from hap.experiments.removal import one_shot_record, rank_correlation, removal_record
 from hap.experiments.starting import IMAGES
 from hap.experiments.steps import calibration, probe_record, score_step, sensitivity_record
 from hap.files import write_json
@@ -137,12 +138,6 @@ def _images(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
     return {"kind": "hap-score-images", "format": 1, "rows": rows}
 
 
-def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Spearman's, over the units of all groups."""
-    ranks = [torch.cat(list(scores.values())).argsort().argsort().double() for scores in (first, second)]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
-
-
 @torch.no_grad()
 def _carried(model: nn.Module, batches: Sequence[Batch], share: float) -> float:
     """The part of the sum over images of trace(H), H the loss's Hessian in the logits, that the largest hold."""
@@ -156,17 +151,23 @@ KINDS: dict[str, Callable[[nn.Module, Data, Look], dict[str, Any]]] = {
     "shapes": _shapes,
     "images": _images,
     "seconds": _seconds,
+    "removal": lambda model, data, look: removal_record(model, data, look.images[0]),
+    "one-shot": lambda model, data, look: one_shot_record(model, data),
 }
 
 
-def looks(resnet56: str) -> list[Look]:
-    """The paper's: probes and layers of ResNet56, as trained by a job, and seconds of three networks. Besides, the
-    shapes that the public code's number of probes leads to, and how far scores depend on the images."""
+def looks(resnet56: Sequence[str]) -> list[Look]:
+    """The paper's: probes and layers of ResNet56, as trained by the first of these jobs, and seconds of three networks.
+    Besides, the shapes that the public code's number of probes leads to, how far scores depend on the images, and what
+    they are worth before fine-tuning: beside what the loss does, and, for all jobs, in pruned networks."""
+    first = resnet56[0]
     timed = ("resnet56", "preresnet29", "wide_resnet32")
     return [
-        Look("sensitivity-layers", "resnet56", "layers", resnet56),
-        Look("sensitivity-probes", "resnet56", "probes", resnet56),
-        Look("sensitivity-shapes", "resnet56", "shapes", resnet56, probes=3),
-        Look("sensitivity-images", "resnet56", "images", resnet56),
+        Look("sensitivity-layers", "resnet56", "layers", first),
+        Look("sensitivity-probes", "resnet56", "probes", first),
+        Look("sensitivity-shapes", "resnet56", "shapes", first, probes=3),
+        Look("sensitivity-images", "resnet56", "images", first),
+        Look("sensitivity-removal", "resnet56", "removal", first, images=(1024,)),
+        *(Look(f"sensitivity-one-shot-{i}", "resnet56", "one-shot", name) for i, name in enumerate(resnet56)),
         *(Look(f"sensitivity-seconds-{model}", model, "seconds") for model in timed),
     ]

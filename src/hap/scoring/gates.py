@@ -43,7 +43,7 @@ class GateCurvature(Criterion):
             raise HapError(f"draws={self.draws}; expected at least 2")
 
     def scores(self, problem: Problem) -> Scores:
-        gates, found = _gates(problem), survey(problem)
+        gates, found = gates_of(problem), survey(problem)
         if found.why_not is not None:
             raise HapError(f"gate-curvature does not apply: {found.why_not}; {INSTEAD}")
         draws = self.draws if found.outputs > MOST_OUTPUTS else 0
@@ -70,7 +70,7 @@ class Gate:
     output: bool
 
 
-def _gates(problem: Problem) -> dict[str, list[Gate]]:
+def gates_of(problem: Problem) -> dict[str, list[Gate]]:
     """By module, the gates that let all units through: where units are read, or where they join a sum that other units
     join as well (`union` coupling), which readers cannot tell apart."""
     groups, modules = problem.groups, dict(problem.model.named_modules())

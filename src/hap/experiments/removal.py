@@ -1,0 +1,217 @@
+"""What scores are worth before any fine-tuning: beside the loss without each single unit, and in pruned networks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import hap
+from hap.data import Batch, Data
+from hap.experiments.networks import example_of
+from hap.experiments.steps import calibration
+from hap.groups import Groups
+from hap.planning import Budget
+from hap.scoring import Problem
+from hap.scoring.gates import Gate, gates_of
+
+SCORED_ON = 512
+AT_ONCE = 128
+CRITERIA = (
+    "gate-curvature",
+    "hessian",
+    "magnitude",
+    "l1",
+    "taylor",
+    "fisher",
+    "bn-scale",
+    "geometric-median",
+    "random",
+)
+IN_LOSS = ("gate-curvature", "hessian")
+"""Criteria that say how far the loss rises, not only which unit goes first."""
+PRUNED_BY = ("gate-curvature", "hessian", "magnitude", "random")
+FLOPS = (0.7, 0.5, 0.3874)
+
+
+# ---- one unit at a time -------------------------------------------------------------------------------------
+
+
+def removal_record(model: nn.Module, data: Data, images: int) -> dict[str, Any]:
+    """Scores on some training images beside what the loss on others rises by when a unit goes."""
+    scored = calibration(data, model, SCORED_ON, 0)
+    groups = hap.trace(model, example_of(data).to(scored[0][0].device), "union")
+    scores = {name: hap.score(model, groups, scored, F.cross_entropy, name) for name in CRITERIA}
+    judged = calibration(data, model, images, 1)
+    rises = loss_rises(model, groups, judged)
+    stages = {n: n.partition(".")[0] for n in groups}
+    rows = []
+    for name, values in scores.items():
+        row = {"criterion": name, "rank_correlation": rank_correlation(values, rises),
+               "within_layers": _mean([rank_correlation({n: values[n]}, {n: rises[n]}) for n in groups])}  # fmt: skip
+        if name in IN_LOSS:
+            row["predicted"] = {stage: _total(values, stages, stage) for stage in dict.fromkeys(stages.values())}
+        rows.append(row)
+    measured = {stage: _total(rises, stages, stage) for stage in dict.fromkeys(stages.values())}
+    return {"kind": "hap-removal", "format": 1, "scored_on": _count(scored), "images": _count(judged),
+            "units": groups.units, "measured": measured, "rows": rows,
+            "rises": {n: v.tolist() for n, v in rises.items()}}  # fmt: skip
+
+
+def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """Spearman's, over the units of all groups."""
+    ranks = [torch.cat(list(scores.values())).argsort().argsort().double() for scores in (first, second)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _total(values: Mapping[str, Tensor], stages: Mapping[str, str], stage: str) -> float:
+    return float(sum(v.sum() for n, v in values.items() if stages[n] == stage))
+
+
+def _count(batches: Sequence[Batch]) -> int:
+    return sum(len(y) for _, y in batches)
+
+
+@torch.no_grad()
+def loss_rises(model: nn.Module, groups: Groups, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """By how much the mean cross-entropy rises when a unit goes, alone, for every unit of every group.
+
+    What runs before a unit is computed once for all units of its group, as far as the model is a chain of modules.
+    """
+    gates = gates_of(Problem(model, groups, None, None))
+    rises = {name: torch.zeros(len(group), dtype=torch.float64) for name, group in groups.items()}
+    for x, y in ((x, y) for xs, ys in batches for x, y in zip(xs.split(AT_ONCE), ys.split(AT_ONCE), strict=True)):
+        with _noting(model) as outputs:
+            whole = _summed(model, x, y)
+        for name, values in rises.items():
+            with _resumed(model, outputs, [m for m, some in gates.items() if any(g.group == name for g in some)]):
+                for unit in range(len(values)):
+                    with _silenced(model, gates, name, unit):
+                        values[unit] += _summed(model, x, y) - whole
+    return {name: values / _count(batches) for name, values in rises.items()}
+
+
+def _summed(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    return float(F.cross_entropy(model(x).double(), y, reduction="sum"))
+
+
+def _chain(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that a model may call one after the other: its children, and those of its sequences."""
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        parts = {f"{name}.{n}": part for n, part in child.named_children()} if isinstance(child, nn.Sequential) else {}
+        found |= parts or {name: child}
+    return found
+
+
+@contextmanager
+def _noting(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """What the modules of the chain return, in the order of their calls; nothing if one is called twice."""
+    outputs: dict[str, Tensor] = {}
+    twice: list[str] = []
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            twice.extend([name] if name in outputs else [])
+            outputs[name] = output
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in _chain(model).items()]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if twice:
+            outputs.clear()
+
+
+@contextmanager
+def _resumed(model: nn.Module, outputs: Mapping[str, Tensor], places: Sequence[str]) -> Iterator[None]:
+    """Inside, modules of the chain that ran before the first of these places hand on what they returned before."""
+    chain, before = _chain(model), []
+    for name in outputs:
+        if any(place == name or place.startswith(f"{name}.") for place in places):
+            break
+        before.append(name)
+    try:
+        for name in before:
+            chain[name].forward = lambda *args, output=outputs[name]: output
+        yield
+    finally:
+        for name in before:
+            del chain[name].forward
+
+
+@contextmanager
+def _silenced(model: nn.Module, gates: Mapping[str, list[Gate]], group: str, unit: int) -> Iterator[None]:
+    """Inside, the gates of one unit are shut."""
+    modules = dict(model.named_modules())
+
+    def shut(gate: Gate, value: Tensor) -> Tensor:
+        keep = torch.from_numpy(gate.unit.unit != unit).to(value)
+        shape = [1] * value.ndim
+        shape[gate.axis] = -1
+        return value * keep.repeat(value.shape[gate.axis] // len(keep)).view(shape)
+
+    with ExitStack() as stack:
+        for name, gate in ((n, g) for n, some in gates.items() for g in some if g.group == group):
+            module = modules[name]
+            if gate.output:
+                hook = module.register_forward_hook(lambda m, args, out, gate=gate: shut(gate, out))
+            else:
+                hook = module.register_forward_pre_hook(lambda m, args, gate=gate: (shut(gate, args[0]), *args[1:]))
+            stack.callback(hook.remove)
+        yield
+
+
+# ---- whole plans --------------------------------------------------------------------------------------------
+
+
+def one_shot_record(model: nn.Module, data: Data) -> dict[str, Any]:
+    """Test accuracy of networks pruned by several criteria and not trained since: as they are, and once their
+    BatchNorms have seen training images again."""
+    batches, example = calibration(data, model, SCORED_ON, 0), example_of(data).to(next(model.parameters()).device)
+    groups = hap.trace(model, example, "union")
+    rows = []
+    for criterion in PRUNED_BY:
+        scores = hap.score(model, groups, batches, F.cross_entropy, criterion)
+        for per_cost in (False, True):
+            for flops in FLOPS:
+                plan = hap.plan(groups, scores, Budget(flops=flops), per_cost=per_cost)
+                pruned = hap.apply_(copy.deepcopy(model), plan, example)
+                as_it_is = hap.evaluate(pruned, data).accuracy
+                _estimate_again_(pruned, batches)
+                rows.append({"criterion": criterion, "per_cost": per_cost, "flops": flops,
+                             "params": plan.after.params / plan.before.params, "accuracy": as_it_is,
+                             "estimated_again": hap.evaluate(pruned, data).accuracy})  # fmt: skip
+    return {"kind": "hap-one-shot", "format": 1, "scored_on": _count(batches), "tested_on": len(data.test),
+            "rows": rows}  # fmt: skip
+
+
+@torch.no_grad()
+def _estimate_again_(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Means and variances of all BatchNorms from these images, as averages over parts of them."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    momenta = [m.momentum for m in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain average over all calls
+    model.train()
+    for x, _ in batches:
+        for part in x.split(AT_ONCE):
+            model(part)
+    model.eval()
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

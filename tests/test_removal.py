@@ -1,0 +1,87 @@
+"""What scores are worth before fine-tuning: losses without single units, and pruned networks."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hap
+from cases import CASES
+from hap.data import Data, Split
+from hap.experiments import removal
+from hap.experiments.removal import loss_rises, one_shot_record, removal_record
+from test_score import batches_for
+
+
+@pytest.mark.parametrize("coupling", ["joint", "union"])
+@pytest.mark.parametrize("name", ["residual", "preactivation", "inverted_residual", "concatenated_flattened"])
+def test_rises_are_those_of_networks_without_the_unit(name: str, coupling: str) -> None:
+    model, example = CASES[name]()
+    batches, groups = batches_for(example, model(example).shape[1]), hap.trace(model, example, coupling)
+    rises = loss_rises(model, groups, batches)
+    count = sum(len(y) for _, y in batches)
+
+    @torch.no_grad()
+    def loss(network: nn.Module) -> float:
+        return sum(float(F.cross_entropy(network(x), y, reduction="sum")) for x, y in batches) / count
+
+    for group, values in rises.items():
+        for unit in {0, len(values) - 1} if len(values) > 1 else ():
+            pruned = hap.apply_(copy.deepcopy(model), hap.draft(groups, {group: [unit]}), example)
+            assert float(values[unit]) == pytest.approx(loss(pruned) - loss(model), rel=1e-8, abs=1e-12)
+
+
+def test_what_runs_before_a_unit_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = hap.models.build("resnet20").double().eval()
+    x, y = torch.randn(3, 3, 8, 8, dtype=torch.float64), torch.arange(3)
+    groups = hap.only(hap.trace(model, x, "union"), ("layer3.2.conv1",))
+    calls = {"layer1.0.conv1": 0, "layer3.2.conv1": 0}
+    for name in calls:
+
+        def count(module: nn.Module, args: object, name: str = name) -> None:
+            calls[name] += 1
+
+        dict(model.named_modules())[name].register_forward_pre_hook(count)
+    short = loss_rises(model, groups, [(x, y)])["layer3.2.conv1"]
+    assert calls == {"layer1.0.conv1": 1, "layer3.2.conv1": 65}
+    assert not any("forward" in vars(module) for module in model.modules())
+    monkeypatch.setattr(removal, "_chain", lambda model: {})
+    assert torch.allclose(loss_rises(model, groups, [(x, y)])["layer3.2.conv1"], short, rtol=1e-10, atol=1e-14)
+    assert calls == {"layer1.0.conv1": 66, "layer3.2.conv1": 130}
+
+
+@pytest.fixture
+def data() -> Data:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    some, labels = images[:20], torch.arange(48) % 10
+    return Data(Split(images, labels), Split(some, labels[:20]), 10, (0.5,) * 3, (0.25,) * 3, "fake", 1, True)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return hap.models.build("resnet20").eval()
+
+
+def test_records_hold_every_criterion_and_plan(data: Data) -> None:
+    record = removal_record(small(), data, 16)
+    rows = {row["criterion"]: row for row in record["rows"]}
+    assert set(rows) == set(removal.CRITERIA) and (record["scored_on"], record["images"]) == (48, 16)
+    assert all(-1 <= row[key] <= 1 for row in rows.values() for key in ("rank_correlation", "within_layers"))
+    assert set(record["measured"]) == set(rows["hessian"]["predicted"]) == {"conv1", "layer1", "layer2", "layer3"}
+    assert sum(map(len, record["rises"].values())) == record["units"]
+    pruned = one_shot_record(small(), data)["rows"]
+    assert len(pruned) == len(removal.PRUNED_BY) * 2 * len(removal.FLOPS)
+    assert all(0 <= row[key] <= 1 for row in pruned for key in ("accuracy", "estimated_again", "params"))
+
+
+def test_norms_that_are_estimated_again_have_the_statistics_of_the_images() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.BatchNorm2d(3)).eval(), torch.randn(128, 3, 4, 4) * 3 + 1
+    removal._estimate_again_(model, [(x, torch.zeros(128))])
+    assert torch.allclose(model[0].running_mean, x.mean((0, 2, 3)), atol=1e-5)
+    assert torch.allclose(model[0].running_var, x.var((0, 2, 3)), atol=1e-4)
+    assert model[0].momentum == 0.1 and not model.training
