@@ -23,7 +23,7 @@ from hap.checkpoint import load, read, save
 from hap.data import Data, Split
 from hap.data import load as load_data
 from hap.errors import HapError
-from hap.experiments.cifar10 import MANY_IMAGES
+from hap.experiments.cifar10 import GATES, MANY_IMAGES
 from hap.experiments.config import PruneStep
 from hap.experiments.networks import example_of, fresh
 from hap.experiments.starting import Known, prune
@@ -47,6 +47,7 @@ def pruning() -> list[Choice]:
         replace(STEP, name="coupled channels go together", coupling="joint"),
         replace(STEP, name="sensitivity alone", per_cost=False),
         replace(STEP, name="magnitude", criterion="magnitude"),
+        replace(STEP, name="curvature of gates", criterion=GATES),
     ]
     return [(step, RECIPE) for step in steps]
 

@@ -9,6 +9,7 @@ import exact
 import hap
 from cases import CASES
 from checks import assert_unchanged, snapshot, traced
+from test_samples_first import Attention, score
 from test_score import LOSSES, batches_for, close
 
 NAMES = [
@@ -101,3 +102,16 @@ def test_bad_settings_and_models_are_told() -> None:
     maps = Maps().eval()
     with pytest.raises(hap.HapError, match="output is not one vector per sample; use another criterion"):
         hap.score(maps, hap.trace(maps, x), [(x, torch.zeros(2, 2, 4, 4))], F.mse_loss, "gate-curvature")
+
+
+@pytest.mark.parametrize("tokens", [5, 6])
+def test_heads_of_samples_and_tokens_first(tokens: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(tokens, 5, 16, dtype=torch.float64), torch.arange(5) % 3
+    with pytest.raises(hap.HapError, match=r"not that of the samples|not one vector per sample"):
+        score(Attention(True), x, y, hap.GateCurvature())
+    model, samples_first = Attention(False), x.transpose(0, 1)
+    scores = score(model, samples_first, y, hap.GateCurvature())
+    groups = hap.trace(model, samples_first)
+    wanted = exact.gate_curvature(model, hap.only(groups, ("q",)), [(samples_first, y)], F.cross_entropy)["q"]
+    assert len(scores) == 4 and torch.allclose(scores, wanted, rtol=1e-10)

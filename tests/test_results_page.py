@@ -226,6 +226,26 @@ def test_every_method_of_a_figure_has_a_look_of_its_own() -> None:
     assert len(set(STYLES)) == len(STYLES) >= len({label for label in everything if "Torch-Pruning" not in label})
 
 
+def removal() -> dict[str, Any]:
+    """A record of what the loss does without single channels of a stem and one stage."""
+    rows = [
+        {"criterion": "hessian", "rank_correlation": 0.41, "within_layers": 0.35,
+         "predicted": {"conv1": 1, "layer1": 1}},
+        {"criterion": "gate-curvature", "rank_correlation": 0.55, "within_layers": 0.4,
+         "predicted": {"conv1": 2, "layer1": 6}},
+        {"criterion": "magnitude", "rank_correlation": 0.39, "within_layers": 0.41},
+    ]  # fmt: skip
+    return {"name": "sensitivity-removal", "units": 4, "images": 1024, "scored_on": 512, "rows": rows,
+            "measured": {"conv1": 4, "layer1": 8}, "rises": {"conv1": [4.0, -1.0], "layer1": [8.0, 1.0]}}  # fmt: skip
+
+
+def test_the_reason_names_what_equation_6_leaves_out(tmp_path: Path) -> None:
+    write_json(tmp_path / "results" / "sensitivity-removal.json", removal())
+    text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.92, 0.921]))
+    reason = " ".join(text.partition("## Where the paper's figure is not reached")[2].partition("\n## ")[0].split())
+    assert "equation 6 says 0.12 in the" in reason and "it says 0.75: see" in reason
+
+
 def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
     layers = {f"layer{i}": {"scores": [1.0, 0.1, 0.01], "fate": ["kept", "implanted", "removed"]} for i in range(3)}
     channel = {"layer": "conv1", "unit": 0, "exact": 1.0, "mean": [1.2, 1.1], "error": [None, 0.1]}
@@ -236,7 +256,16 @@ def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
     write_json(folder / "sensitivity-images.json", {"rows": [images]})
     seconds = {"exact_seconds": 0.25, "probe_seconds": 9.0, "probes": 300, "device": "cuda", "hardware": HARDWARE}
     write_json(folder / "sensitivity-seconds-resnet56.json", seconds)
+    write_json(folder / "sensitivity-removal.json", removal())
+    for seed, again in enumerate((0.70, 0.80)):
+        row = {"flops": 0.5, "params": 0.25, "accuracy": 0.3, "estimated_again": again}
+        rows = [{"criterion": "hessian", "per_cost": per_cost} | row for per_cost in (False, True)]
+        name = f"sensitivity-one-shot-{seed}"
+        write_json(folder / f"{name}.json", {"name": name, "scored_on": 512, "rows": rows})
     text, paths = rendered(tmp_path, {})
+    assert row_of(text, "Gate curvature", "0.55") == ["Gate curvature", "0.55", "0.40", "0.50", "0.75"]
+    assert row_of(text, "Magnitude", "0.39") == ["Magnitude", "0.39", "0.41", "", ""] and "25% of the rises" in text
+    assert row_of(text, "HAP, per cost") == ["HAP, per cost", "30.0; 75.0 ± 7.1; 25"]
     assert {path.name for path in paths[1:]} == {"results-sensitivity.svg", "results-probes.svg"}
     assert row_of(text, "Titan Xp", "ResNet56", "61")[1:4] == ["0.25", "9.00 (300 probes)", "a GPU"]
     assert row_of(text, "Titan Xp", "WideResNet32")[1] == "not run yet"

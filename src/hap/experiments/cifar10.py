@@ -77,6 +77,8 @@ FIRST_STEP = 53.0
 MANY_IMAGES = 10_000
 """To score on where the paper's 512 are too few: a trained network is sure of nearly all of them, so a few dozen decide
 (`sensitivity-images`)."""
+GATES = "gate-curvature"
+"""The criterion that tells best, before fine-tuning, what the loss does without a channel (`sensitivity-removal`)."""
 PER_COST = f"hap-per-cost-{MANY_IMAGES}-images"
 SHORT_NAMES = {"vgg16_bn": "vgg16", "wide_resnet32": "wideresnet32"}
 
@@ -173,13 +175,18 @@ def rankings(seed: int) -> list[Job]:
 
 def other_rankings() -> list[Job]:
     """The headlines, one seed, ranked in ways that tell what makes the difference: per cost on the paper's number of
-    images (`per-cost`), by sensitivity alone on many, and by Hutchinson's estimate from three probes, which is what the
-    public code takes unless told otherwise."""
+    images (`per-cost`), by sensitivity alone on many, by Hutchinson's estimate from three probes, which is what the
+    public code takes unless told otherwise, by the curvature of gates, and by magnitude, given what helped HAP."""
     jobs = []
     for row in (row for row in HAP_ROWS if row[0] in HEADLINES):
         jobs += [_ranked(_step("hap-per-cost", row[0], per_cost=True), 0, row),
                  _ranked(_step(f"hap-{MANY_IMAGES}-images", row[0]), 0, row, MANY_IMAGES),
-                 _ranked(_step("hap-3-probes", row[0], probes=3), 0, row)]  # fmt: skip
+                 _ranked(_step("hap-3-probes", row[0], probes=3), 0, row),
+                 _ranked(_step(f"gates-per-cost-{MANY_IMAGES}-images", row[0], per_cost=True, criterion=GATES), 0, row,
+                         MANY_IMAGES)]  # fmt: skip
+        control = _step("magnitude-per-cost", row[0], per_cost=True, criterion="magnitude")
+        jobs.append(_job("resnet56", "paper", replace(control, params=row[1] and row[1] / 100), 0,
+                         ("ablation", "rankings")))  # fmt: skip
     for row in (row for row in IMPLANT_ROWS if row[0] in HEADLINES):
         jobs.append(_ranked(_implanted(row[0], name="implant-centre-per-cost", per_cost=True), 0, row))
     return jobs
@@ -251,11 +258,12 @@ def preresnet29_jobs() -> list[Job]:
 
 
 def best_jobs(model: str) -> list[Job]:
-    """HAP+Implant with all help, three seeds; for ResNet56 also HAP alone and magnitude, given the same, one seed."""
+    """HAP+Implant with all help, three seeds; for ResNet56 also HAP alone, magnitude, and implants ranked by the
+    curvature of gates, given the same, one seed."""
     targets = ("best", f"best-{short(model)}")
     methods: dict[str, dict[str, object]] = {"implant": {"implant": 0.2}}
     if model == "resnet56":
-        methods |= {"hap": {}, "magnitude": {"criterion": "magnitude"}}
+        methods |= {"hap": {}, "magnitude": {"criterion": "magnitude"}, "gates": {"implant": 0.2, "criterion": GATES}}
     jobs = []
     for method, options in methods.items():
         for seed in range(3 if method == "implant" else 1):

@@ -31,6 +31,7 @@ from hap.report.markdown import (
     with_margin,
 )  # fmt: skip
 from hap.report.rows import Record, Row, make_rows, read_records
+from hap.report.untrained import before_training, by_stage
 from hap.report.verdicts import HELD, NOISE, NOT_HELD, UNKNOWN, Comparison, compare
 from hap.zoo import Entry
 
@@ -41,6 +42,7 @@ ABLATION_CHANNELS = {38.74: 50, 33.99: 45, 28.85: 40, 22.86: 31}
 MANY_LOOKS = 20
 """So often must a run have looked at the test images to tell the best of its epochs from the last."""
 RANKED = f"per cost, {MANY_IMAGES:,} images"
+GATES = f"Gate curvature, {RANKED}"
 NAMES = {"resnet56": "ResNet56", "vgg16_bn": "VGG16", "preresnet29": "PreResNet29", "wide_resnet32": "WideResNet32"}
 
 
@@ -133,7 +135,9 @@ def claims(page: Page) -> str:
     for below in ("Magnitude", "L1 norm", "Random", "Reversed HAP"):
         lines.append(_claim("ResNet56", "HAP", below, ablation))
     for above, below in ((f"HAP, {RANKED}", "HAP"), ("HAP, per cost", "HAP"), ("HAP, 3 probes", "Random"),
-                         (f"HAP + Implant, {RANKED}", "HAP + Implant")):  # fmt: skip
+                         (f"HAP + Implant, {RANKED}", "HAP + Implant"),
+                         (f"HAP, {RANKED}", "Magnitude, per cost"), (GATES, f"HAP, {RANKED}"),
+                         (GATES, "Magnitude, per cost")):  # fmt: skip
         lines.append(_claim("ResNet56", above, below, [*ranked, *meeting]))
     for below in ("HAP", "HAP + Implant, from zero", "Low rank"):
         lines.append(_claim("ResNet56", "HAP + Implant", below, meeting))
@@ -214,6 +218,7 @@ and whether it is which channels go, when it is found on many images."""
         "## Where the paper's figure is not reached",
         text,
         table(head, lines),
+        by_stage(page.records),
         _best_look(page),
         _dead_implants(page),
     ]
@@ -445,5 +450,5 @@ def zoo(page: Page) -> str:
 
 SECTIONS: tuple[Callable[[Page], str], ...] = (
     opening, claims, behind, dense, resnet56, ablation, implants, vgg16, preresnet29, best, head_to_head, curves,
-    sensitivity, zoo,
+    sensitivity, lambda page: before_training(page.records), zoo,
 )  # fmt: skip

@@ -16,12 +16,14 @@ from hap.zoo import RUN_AGAIN
 
 Record = Mapping[str, Any]
 CRITERIA = {"hessian": "HAP", "magnitude": "Magnitude", "random": "Random", "reversed-hessian": "Reversed HAP",
-            "bn-scale": "BN scale (slimming)", "l1": "L1 norm"}  # fmt: skip
+            "bn-scale": "BN scale (slimming)", "l1": "L1 norm", "gate-curvature": "Gate curvature"}  # fmt: skip
 NEEDED = {
     "sensitivity-layers": ("criterion", "layers", "flops"),
     "sensitivity-probes": ("probes", "images", "channels"),
     "sensitivity-shapes": ("images", "rows"),
     "sensitivity-images": ("rows",),
+    "sensitivity-removal": ("name", "units", "images", "scored_on", "measured", "rows", "rises"),
+    "sensitivity-one-shot": ("name", "scored_on", "rows"),
     "sensitivity-seconds": ("exact_seconds", "probe_seconds", "probes", "device", "hardware"),
     "implants-from-zero": ("rows",),
 }

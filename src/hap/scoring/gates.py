@@ -17,7 +17,7 @@ from hap.scoring.affine import affine_norms
 from hap.scoring.base import BATCH_FIRST, Batch, Criterion, Problem, Scores, fold, samples
 from hap.scoring.gauss_newton import Tap, backward, over_samples, survey
 from hap.scoring.heads import readers_of
-from hap.scoring.hessian import MOST_OUTPUTS
+from hap.scoring.hessian import MOST_OUTPUTS, quiet
 
 INSTEAD = "use another criterion, such as HessianTrace"
 
@@ -43,6 +43,10 @@ class GateCurvature(Criterion):
             raise HapError(f"draws={self.draws}; expected at least 2")
 
     def scores(self, problem: Problem) -> Scores:
+        with quiet():
+            return self._scores(problem)
+
+    def _scores(self, problem: Problem) -> Scores:
         gates, found = gates_of(problem), survey(problem)
         if found.why_not is not None:
             raise HapError(f"gate-curvature does not apply: {found.why_not}; {INSTEAD}")

@@ -46,18 +46,18 @@ def quadratics(
     hessian = Hessian(problem)
     operator: Hessian | Deflated = hessian
     if deflate:
-        with _quiet():
+        with quiet():
             operator = Deflated(hessian, rademacher(problem.weights, deflate, generator), chunk)
     for start in range(0, probes, BLOCK):
         vectors = rademacher(problem.weights, min(BLOCK, probes - start), generator)
-        with _quiet():
+        with quiet():
             products = operator.products(vectors, chunk)
         found = {n: v.mul_(products[n]) for n, v in vectors.items()}
         yield {n: q + operator.diagonal[n] for n, q in found.items()} if isinstance(operator, Deflated) else found
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's remarks on operators that it runs one vector after the other."""
     with warnings.catch_warnings():
         warnings.filterwarnings(

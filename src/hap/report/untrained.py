@@ -1,0 +1,91 @@
+"""What the page of results says of scores before any fine-tuning."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from hap.report.markdown import command, link, number, table
+from hap.report.rows import CRITERIA, Record
+
+REMOVAL, ONE_SHOT = "sensitivity-removal", "sensitivity-one-shot"
+NAMES = CRITERIA | {"taylor": "Taylor", "fisher": "Fisher", "geometric-median": "Geometric median"}
+
+
+def before_training(records: Mapping[str, Record]) -> str:
+    """The section; empty where nothing of it has run."""
+    parts = []
+    if REMOVAL in records:
+        parts.append(_one_by_one(records[REMOVAL]))
+    if runs := [record for name, record in records.items() if name.startswith(ONE_SHOT)]:
+        parts.append(_pruned(runs))
+    return "\n\n".join(["## Before fine-tuning", command("sensitivity"), *parts]) if parts else ""
+
+
+def by_stage(records: Mapping[str, Record]) -> str:
+    """What equation 6 says of the stages of ResNet56 beside what their channels do; empty where that has not run."""
+    if REMOVAL not in records:
+        return ""
+    record = records[REMOVAL]
+    shares = {row["criterion"]: _of_measured(record, row) for row in record["rows"] if "predicted" in row}
+    last = list(record["measured"])[1:]
+    told = {name: ", ".join(f"{share[stage]:.2f}" for stage in last) for name, share in shares.items()}
+    return f"""Is sensitivity really lowest in late layers? Every channel of the dense network was taken out alone, and
+the rises of the loss added up over the channels of each stage. Of these, equation 6 says {told["hessian"]} in the three
+stages, one after the other: what it leaves out is not the same everywhere. The curvature of a gate on what a channel
+hands on is w^T H w along the one direction that is taken, with the shift of the BatchNorm behind it, where equation 6
+has the mean over all directions of the weights; it says {told["gate-curvature"]}: see
+[Before fine-tuning](#before-fine-tuning)."""
+
+
+def _of_measured(record: Record, row: Record) -> dict[str, float]:
+    """The part of the measured rise that a criterion says, by stage."""
+    return {stage: row["predicted"][stage] / rise for stage, rise in record["measured"].items()}
+
+
+def _one_by_one(record: Record) -> str:
+    lines = []
+    for row in sorted(record["rows"], key=lambda row: -row["rank_correlation"]):
+        shares = _of_measured(record, row).values() if "predicted" in row else [None] * len(record["measured"])
+        lines.append([NAMES[row["criterion"]], number(row["rank_correlation"], 2), number(row["within_layers"], 2),
+                      *(number(share, 2) for share in shares)])  # fmt: skip
+    head = [
+        "",
+        "rank correlation, all channels",
+        "within a layer, mean",
+        *(f"of the rise in {s}" for s in record["measured"]),
+    ]
+    rises = [rise for layer in record["rises"].values() for rise in layer]
+    text = f"""Each of the {record["units"]:,} channels of the dense ResNet56 ({link("file", record)}) was taken out
+alone, the BatchNorm behind it with it, and the loss measured on {record["images"]:,} training images; scores are from
+{record["scored_on"]} of another draw. How far the order of the scores is that of the rises, and, of criteria that say
+how far the loss rises, what part of the rise they say. The network is sure of nearly all of these images, so that few
+of them decide, and {100 * statistics.fmean(rise < 0 for rise in rises):.0f}% of the rises are falls, which a score that
+is never negative cannot tell."""
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def _pruned(runs: Sequence[Record]) -> str:
+    found: dict[tuple[str, bool], dict[float, list[Record]]] = {}
+    for row in (row for record in runs for row in record["rows"]):
+        found.setdefault((row["criterion"], row["per_cost"]), {}).setdefault(row["flops"], []).append(row)
+    sizes = sorted({row["flops"] for record in runs for row in record["rows"]}, reverse=True)
+    lines = [
+        [f"{NAMES[criterion]}{', per cost' if per_cost else ''}", *(_cell(at.get(size, [])) for size in sizes)]
+        for (criterion, per_cost), at in found.items()
+    ]
+    head = ["", *(f"at {100 * size:g}% of the FLOPs" for size in sizes)]
+    files = ", ".join(link(str(i), record) for i, record in enumerate(runs))
+    text = f"""Test accuracy in per cent of networks that were pruned and not trained since, from {len(runs)} dense
+ones (files {files}): as they are, and once their BatchNorms have seen the {runs[0]["scored_on"]} images of the scores
+again; then the parameters left in per cent. Mean, and for the second the standard deviation. Scores are from
+{runs[0]["scored_on"]} images, "per cost" as above. What is best here need not be best after fine-tuning."""
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def _cell(rows: Sequence[Record]) -> str:
+    if not rows:
+        return ""
+    plain, again, params = ([100 * row[key] for row in rows] for key in ("accuracy", "estimated_again", "params"))
+    spread = f" ± {statistics.stdev(again):.1f}" if len(again) > 1 else ""
+    return f"{statistics.fmean(plain):.1f}; {statistics.fmean(again):.1f}{spread}; {statistics.fmean(params):.0f}"
