@@ -20,17 +20,23 @@ from test_score import batches_for
 def test_rises_are_those_of_networks_without_the_unit(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     batches, groups = batches_for(example, model(example).shape[1]), hap.trace(model, example, coupling)
-    rises = loss_rises(model, groups, batches)
+    given, own = loss_rises(model, groups, batches)
     count = sum(len(y) for _, y in batches)
 
     @torch.no_grad()
     def loss(network: nn.Module) -> float:
         return sum(float(F.cross_entropy(network(x), y, reduction="sum")) for x, y in batches) / count
 
-    for group, values in rises.items():
+    @torch.no_grad()
+    def divergence(network: nn.Module) -> float:
+        outputs = [(network(x).log_softmax(1), model(x).log_softmax(1)) for x, _ in batches]
+        return sum(float(F.kl_div(a, b, reduction="sum", log_target=True)) for a, b in outputs) / count
+
+    for group, values in given.items():
         for unit in {0, len(values) - 1} if len(values) > 1 else ():
             pruned = hap.apply_(copy.deepcopy(model), hap.draft(groups, {group: [unit]}), example)
             assert float(values[unit]) == pytest.approx(loss(pruned) - loss(model), rel=1e-8, abs=1e-12)
+            assert float(own[group][unit]) == pytest.approx(divergence(pruned), rel=1e-8, abs=1e-12)
 
 
 def test_what_runs_before_a_unit_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +51,12 @@ def test_what_runs_before_a_unit_is_computed_once(monkeypatch: pytest.MonkeyPatc
             calls[name] += 1
 
         dict(model.named_modules())[name].register_forward_pre_hook(count)
-    short = loss_rises(model, groups, [(x, y)])["layer3.2.conv1"]
+    short, _ = loss_rises(model, groups, [(x, y)])
     assert calls == {"layer1.0.conv1": 1, "layer3.2.conv1": 65}
     assert not any("forward" in vars(module) for module in model.modules())
     monkeypatch.setattr(removal, "_chain", lambda model: {})
-    assert torch.allclose(loss_rises(model, groups, [(x, y)])["layer3.2.conv1"], short, rtol=1e-10, atol=1e-14)
+    long, _ = loss_rises(model, groups, [(x, y)])
+    assert torch.allclose(long["layer3.2.conv1"], short["layer3.2.conv1"], rtol=1e-10, atol=1e-14)
     assert calls == {"layer1.0.conv1": 66, "layer3.2.conv1": 130}
 
 
@@ -70,7 +77,7 @@ def test_records_hold_every_criterion_and_plan(data: Data) -> None:
     record = removal_record(small(), data, 16)
     rows = {row["criterion"]: row for row in record["rows"]}
     assert set(rows) == set(removal.CRITERIA) and (record["scored_on"], record["images"]) == (48, 16)
-    assert all(-1 <= row[key] <= 1 for row in rows.values() for key in ("rank_correlation", "within_layers"))
+    assert all(-1 <= row[key] <= 1 for row in rows.values() for key in ("given_labels", "own_labels", "within_layers"))
     assert set(record["measured"]) == set(rows["hessian"]["predicted"]) == {"conv1", "layer1", "layer2", "layer3"}
     assert sum(map(len, record["rises"].values())) == record["units"]
     pruned = one_shot_record(small(), data)["rows"]

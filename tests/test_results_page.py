@@ -229,14 +229,14 @@ def test_every_method_of_a_figure_has_a_look_of_its_own() -> None:
 def removal() -> dict[str, Any]:
     """A record of what the loss does without single channels of a stem and one stage."""
     rows = [
-        {"criterion": "hessian", "rank_correlation": 0.41, "within_layers": 0.35,
+        {"criterion": "hessian", "own_labels": 0.41, "within_layers": 0.35, "given_labels": 0.2,
          "predicted": {"conv1": 1, "layer1": 1}},
-        {"criterion": "gate-curvature", "rank_correlation": 0.55, "within_layers": 0.4,
+        {"criterion": "gate-curvature", "own_labels": 0.55, "within_layers": 0.4, "given_labels": 0.3,
          "predicted": {"conv1": 2, "layer1": 6}},
-        {"criterion": "magnitude", "rank_correlation": 0.39, "within_layers": 0.41},
+        {"criterion": "magnitude", "own_labels": 0.39, "within_layers": 0.41, "given_labels": 0.1},
     ]  # fmt: skip
     return {"name": "sensitivity-removal", "units": 4, "images": 1024, "scored_on": 512, "rows": rows,
-            "measured": {"conv1": 4, "layer1": 8}, "rises": {"conv1": [4.0, -1.0], "layer1": [8.0, 1.0]}}  # fmt: skip
+            "measured": {"conv1": 4, "layer1": 8}, "falls": 0.25}  # fmt: skip
 
 
 def test_the_reason_names_what_equation_6_leaves_out(tmp_path: Path) -> None:
@@ -263,8 +263,11 @@ def test_looks_at_the_scores_are_shown(tmp_path: Path) -> None:
         name = f"sensitivity-one-shot-{seed}"
         write_json(folder / f"{name}.json", {"name": name, "scored_on": 512, "rows": rows})
     text, paths = rendered(tmp_path, {})
-    assert row_of(text, "Gate curvature", "0.55") == ["Gate curvature", "0.55", "0.40", "0.50", "0.75"]
-    assert row_of(text, "Magnitude", "0.39") == ["Magnitude", "0.39", "0.41", "", ""] and "25% of the rises" in text
+    assert row_of(text, "Gate curvature", "0.55") == ["Gate curvature", "0.55", "0.40", "0.30", "0.50", "0.75"]
+    assert (
+        row_of(text, "Magnitude", "0.39") == ["Magnitude", "0.39", "0.41", "0.10", "", ""]
+        and "25% of the rises" in text
+    )
     assert row_of(text, "HAP, per cost") == ["HAP, per cost", "30.0; 75.0 ± 7.1; 25"]
     assert {path.name for path in paths[1:]} == {"results-sensitivity.svg", "results-probes.svg"}
     assert row_of(text, "Titan Xp", "ResNet56", "61")[1:4] == ["0.25", "9.00 (300 probes)", "a GPU"]

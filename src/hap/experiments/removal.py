@@ -48,20 +48,19 @@ def removal_record(model: nn.Module, data: Data, images: int) -> dict[str, Any]:
     scored = calibration(data, model, SCORED_ON, 0)
     groups = hap.trace(model, example_of(data).to(scored[0][0].device), "union")
     scores = {name: hap.score(model, groups, scored, F.cross_entropy, name) for name in CRITERIA}
-    judged = calibration(data, model, images, 1)
-    rises = loss_rises(model, groups, judged)
+    judged = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in calibration(data, model, images, 1)]
+    given, own = loss_rises(model, groups, judged)
     stages = {n: n.partition(".")[0] for n in groups}
     rows = []
     for name, values in scores.items():
-        row = {"criterion": name, "rank_correlation": rank_correlation(values, rises),
-               "within_layers": _mean([rank_correlation({n: values[n]}, {n: rises[n]}) for n in groups])}  # fmt: skip
-        if name in IN_LOSS:
-            row["predicted"] = {stage: _total(values, stages, stage) for stage in dict.fromkeys(stages.values())}
-        rows.append(row)
-    measured = {stage: _total(rises, stages, stage) for stage in dict.fromkeys(stages.values())}
+        row = {"criterion": name, "given_labels": rank_correlation(values, given),
+               "own_labels": rank_correlation(values, own),
+               "within_layers": _mean([rank_correlation({n: values[n]}, {n: own[n]}) for n in groups])}  # fmt: skip
+        rows.append(row | ({"predicted": _by_stage(values, stages)} if name in IN_LOSS else {}))
     return {"kind": "hap-removal", "format": 1, "scored_on": _count(scored), "images": _count(judged),
-            "units": groups.units, "measured": measured, "rows": rows,
-            "rises": {n: v.tolist() for n, v in rises.items()}}  # fmt: skip
+            "units": groups.units, "measured": _by_stage(own, stages), "rows": rows,
+            "rises": {n: v.tolist() for n, v in own.items()},
+            "falls": float((torch.cat(list(given.values())) < 0).double().mean())}  # fmt: skip
 
 
 def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
@@ -74,35 +73,46 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _total(values: Mapping[str, Tensor], stages: Mapping[str, str], stage: str) -> float:
-    return float(sum(v.sum() for n, v in values.items() if stages[n] == stage))
+def _by_stage(values: Mapping[str, Tensor], stages: Mapping[str, str]) -> dict[str, float]:
+    """The sum over the units of each stage."""
+    return {stage: sum(float(v.sum()) for n, v in values.items() if stages[n] == stage)
+            for stage in dict.fromkeys(stages.values())}  # fmt: skip
 
 
 def _count(batches: Sequence[Batch]) -> int:
     return sum(len(y) for _, y in batches)
 
 
+Rises = dict[str, Tensor]
+
+
 @torch.no_grad()
-def loss_rises(model: nn.Module, groups: Groups, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """By how much the mean cross-entropy rises when a unit goes, alone, for every unit of every group.
+def loss_rises(model: nn.Module, groups: Groups, batches: Sequence[Batch]) -> tuple[Rises, Rises]:
+    """By how much the mean cross-entropy rises when a unit goes, alone, for every unit of every group: with the labels
+    given, and with labels as the whole model sees them, in its own probabilities. The second is never a fall: it is the
+    Kullback-Leibler divergence from the model's outputs, and its Hessian there is the Gauss-Newton matrix.
 
     What runs before a unit is computed once for all units of its group, as far as the model is a chain of modules.
     """
     gates = gates_of(Problem(model, groups, None, None))
-    rises = {name: torch.zeros(len(group), dtype=torch.float64) for name, group in groups.items()}
+    rises = {name: torch.zeros(len(group), 2, dtype=torch.float64) for name, group in groups.items()}
     for x, y in ((x, y) for xs, ys in batches for x, y in zip(xs.split(AT_ONCE), ys.split(AT_ONCE), strict=True)):
         with _noting(model) as outputs:
-            whole = _summed(model, x, y)
+            logits = model(x).double()
+        labels = (y, logits.softmax(1))
+        whole = _losses(logits, labels)
         for name, values in rises.items():
             with _resumed(model, outputs, [m for m, some in gates.items() if any(g.group == name for g in some)]):
                 for unit in range(len(values)):
                     with _silenced(model, gates, name, unit):
-                        values[unit] += _summed(model, x, y) - whole
-    return {name: values / _count(batches) for name, values in rises.items()}
+                        values[unit] += _losses(model(x).double(), labels) - whole
+    given, own = ({n: v[:, i] / _count(batches) for n, v in rises.items()} for i in range(2))
+    return given, own
 
 
-def _summed(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    return float(F.cross_entropy(model(x).double(), y, reduction="sum"))
+def _losses(logits: Tensor, labels: tuple[Tensor, ...]) -> Tensor:
+    """The cross-entropy for each of these labels, summed over the samples."""
+    return torch.stack([F.cross_entropy(logits, y, reduction="sum") for y in labels]).cpu()
 
 
 def _chain(model: nn.Module) -> dict[str, nn.Module]:

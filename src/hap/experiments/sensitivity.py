@@ -167,7 +167,7 @@ def looks(resnet56: Sequence[str]) -> list[Look]:
         Look("sensitivity-probes", "resnet56", "probes", first),
         Look("sensitivity-shapes", "resnet56", "shapes", first, probes=3),
         Look("sensitivity-images", "resnet56", "images", first),
-        Look("sensitivity-removal", "resnet56", "removal", first, images=(1024,)),
+        Look("sensitivity-removal", "resnet56", "removal", first, images=(2048,)),
         *(Look(f"sensitivity-one-shot-{i}", "resnet56", "one-shot", name) for i, name in enumerate(resnet56)),
         *(Look(f"sensitivity-seconds-{model}", model, "seconds") for model in timed),
     ]

@@ -22,7 +22,7 @@ NEEDED = {
     "sensitivity-probes": ("probes", "images", "channels"),
     "sensitivity-shapes": ("images", "rows"),
     "sensitivity-images": ("rows",),
-    "sensitivity-removal": ("name", "units", "images", "scored_on", "measured", "rows", "rises"),
+    "sensitivity-removal": ("name", "units", "images", "scored_on", "measured", "rows", "falls"),
     "sensitivity-one-shot": ("name", "scored_on", "rows"),
     "sensitivity-seconds": ("exact_seconds", "probe_seconds", "probes", "device", "hardware"),
     "implants-from-zero": ("rows",),

@@ -9,6 +9,7 @@ from hap.report.markdown import command, link, number, table
 from hap.report.rows import CRITERIA, Record
 
 REMOVAL, ONE_SHOT = "sensitivity-removal", "sensitivity-one-shot"
+RANKS = {"own_labels": "all channels", "within_layers": "within a layer, mean", "given_labels": "labels given"}
 NAMES = CRITERIA | {"taylor": "Taylor", "fisher": "Fisher", "geometric-median": "Geometric median"}
 
 
@@ -31,10 +32,10 @@ def by_stage(records: Mapping[str, Record]) -> str:
     last = list(record["measured"])[1:]
     told = {name: ", ".join(f"{share[stage]:.2f}" for stage in last) for name, share in shares.items()}
     return f"""Is sensitivity really lowest in late layers? Every channel of the dense network was taken out alone, and
-the rises of the loss added up over the channels of each stage. Of these, equation 6 says {told["hessian"]} in the three
-stages, one after the other: what it leaves out is not the same everywhere. The curvature of a gate on what a channel
-hands on is w^T H w along the one direction that is taken, with the shift of the BatchNorm behind it, where equation 6
-has the mean over all directions of the weights; it says {told["gate-curvature"]}: see
+the rises of the loss were added up over the channels of each stage. Of these, equation 6 says {told["hessian"]} in
+the three stages, one after the other: it is not out by the same factor everywhere. The curvature of a gate on what a
+channel hands on is w^T H w along the one direction that is taken, with the shift of the BatchNorm behind it, where
+equation 6 has the mean over all directions of the weights; it says {told["gate-curvature"]}: see
 [Before fine-tuning](#before-fine-tuning)."""
 
 
@@ -45,23 +46,17 @@ def _of_measured(record: Record, row: Record) -> dict[str, float]:
 
 def _one_by_one(record: Record) -> str:
     lines = []
-    for row in sorted(record["rows"], key=lambda row: -row["rank_correlation"]):
+    for row in sorted(record["rows"], key=lambda row: -row["own_labels"]):
         shares = _of_measured(record, row).values() if "predicted" in row else [None] * len(record["measured"])
-        lines.append([NAMES[row["criterion"]], number(row["rank_correlation"], 2), number(row["within_layers"], 2),
+        lines.append([NAMES[row["criterion"]], *(number(row[key], 2) for key in RANKS),
                       *(number(share, 2) for share in shares)])  # fmt: skip
-    head = [
-        "",
-        "rank correlation, all channels",
-        "within a layer, mean",
-        *(f"of the rise in {s}" for s in record["measured"]),
-    ]
-    rises = [rise for layer in record["rises"].values() for rise in layer]
+    head = ["", *RANKS.values(), *(f"says of {stage}" for stage in record["measured"])]
     text = f"""Each of the {record["units"]:,} channels of the dense ResNet56 ({link("file", record)}) was taken out
 alone, the BatchNorm behind it with it, and the loss measured on {record["images"]:,} training images; scores are from
-{record["scored_on"]} of another draw. How far the order of the scores is that of the rises, and, of criteria that say
-how far the loss rises, what part of the rise they say. The network is sure of nearly all of these images, so that few
-of them decide, and {100 * statistics.fmean(rise < 0 for rise in rises):.0f}% of the rises are falls, which a score that
-is never negative cannot tell."""
+{record["scored_on"]} of another draw. How far the order of the scores is that of the rises (rank correlation), and, of
+criteria that say how far the loss rises, what part of it they say. The network is sure of nearly all of these images:
+with the labels given few of them decide, and {100 * record["falls"]:.0f}% of the rises are falls. With labels as the
+dense network sees them, drawn from its own probabilities, none is."""
     return f"{text}\n\n{table(head, lines)}"
 
 
