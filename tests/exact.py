@@ -106,24 +106,31 @@ def fisher(groups: Groups, model: nn.Module, batches: Batches, loss: Loss) -> di
 
 
 def gate_curvature(model: nn.Module, groups: Groups, batches: Batches, loss: Loss) -> dict[str, Tensor]:
-    """1/2 J^T B J for a factor on each unit: on the slices of weights that read it, or, where it joins a stream, on
-    what the module that is scattered there returns. J and B are whole Jacobians and Hessians."""
+    """1/2 J^T B J for a factor on each unit: on the slices of weights that read it, and, where it joins a stream that
+    others join, on what the module that is scattered there returns. J and B are whole Jacobians and Hessians. That
+    these are the places at which a unit passes is for tests with pruned networks to show."""
     weights = {n: p.detach() for n, p in model.named_parameters()}
     modules, total = dict(model.named_modules()), sum(len(y) for _, y in batches)
     found = {}
     for name, group in groups.items():
-        joined = [s for s in groups.scatters if np.isin(s.narrow, group.classes).any()]
+        alone = {int(s): int(c) for c, s in groups.feeds if np.sum(groups.feeds[:, 1] == s) == 1}
+        joined = [
+            s for s in groups.scatters if np.isin(s.narrow, group.classes).any() and not set(s.wide) <= set(alone)
+        ]
 
-        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[Scatter] = joined) -> Tensor:
+        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[Scatter] = joined,
+                    alone: dict[int, int] = alone) -> Tensor:  # fmt: skip
             by_class = {int(c): g for c, g in zip(group.classes, gates, strict=True)}
 
             def factors(classes: Any) -> Tensor:
                 return torch.stack([by_class.get(int(c), gates.new_ones(())) for c in classes])
 
             scaled = dict(weights)
-            for weight, dim in () if joined else group.consumers:
+            for weight, dim in group.consumers:
                 wide = [-1 if d == dim else 1 for d in range(weights[weight].ndim)]
-                scaled[weight] = scaled[weight] * factors(groups.axes[weight, dim]).view(wide)
+                scaled[weight] = scaled[weight] * factors(
+                    [alone.get(int(c), c) for c in groups.axes[weight, dim]]
+                ).view(wide)
             hooks = []
             for s in joined:
 

@@ -1,5 +1,7 @@
 """GateCurvature: against whole Jacobians, across couplings and layers, and against what removal does to the loss."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 
 import exact
 import hap
-from cases import CASES
+from cases import CASES, Net
 from checks import assert_unchanged, snapshot, traced
 from test_samples_first import Attention, score
 from test_score import LOSSES, batches_for, close
@@ -26,7 +28,7 @@ def test_is_the_curvature_of_a_gate(name: str, coupling: str) -> None:
     before = snapshot(model)
     scores = hap.score(model, groups, batches, F.cross_entropy, "gate-curvature")
     assert_unchanged(model, before)
-    assert scores.about == {"method": "exact"}
+    assert scores.about == {"method": "gauss-newton"}
     assert close(scores, exact.gate_curvature(model, groups, batches, F.cross_entropy))
 
 
@@ -50,7 +52,7 @@ def test_many_outputs_are_sampled_without_bias() -> None:
     groups, batches = hap.trace(model, example), batches_for(example, 30)
     scores = hap.score(model, groups, batches, F.cross_entropy, hap.GateCurvature(draws=400))
     wanted = exact.gate_curvature(model, groups, batches, F.cross_entropy)
-    assert scores.about == {"method": "sampled", "draws": 400}
+    assert scores.about == {"method": "gauss-newton", "draws": 400}
     off = torch.cat([((scores[n] - wanted[n]) / scores.errors[n].clamp_min(1e-30)).abs() for n in wanted])
     assert off.max() < 4 and off.median() < 1
 
@@ -86,22 +88,40 @@ def test_a_shift_behind_the_weights_counts() -> None:
     assert by_gate.argmax() == 1 and by_trace.argmin() == 1
 
 
-def test_bad_settings_and_models_are_told() -> None:
+class Doubled(nn.Linear):
+    """Not the layer that it is a kind of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sigmoid())
+
+
+REFUSED = {
+    "maps": (lambda m, x: m.b(m.a(x).relu()), "output is not one vector per sample"),
+    "by name": (lambda m, x: m.fc(input=m.a(x).relu().mean((2, 3))), "fc is called with its input by name"),
+    "another layer": (lambda m, x: m.odd(m.a(x).relu().mean((2, 3))), "odd.weight reads group 'a' other than by one"),
+    "a product": (lambda m, x: m.fc((z := m.a(x).relu().flatten(2)).matmul((z.mT @ z).softmax(-1).mT).mean(2)),
+                  "group 'a' is read by a product of activations"),
+    "samples last": (lambda m, x: m.fc(m.a(x).relu().mean(3).permute(2, 0, 1)).mean(0), "is not that of the samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_gate_is_refused(name: str) -> None:
+    forward, words = REFUSED[name]
+    torch.manual_seed(0)
+    model = Net(forward, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 3), fc=nn.Linear(4, 3), odd=Doubled(4, 3)).eval()
+    x = torch.randn(6, 3, 8, 8)
+    target = torch.arange(6) % 3 if name != "maps" else torch.zeros(6, 4, 4, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the example does not run all layers
+        groups = hap.trace(model, x)
+    with pytest.raises(hap.HapError, match=words):
+        hap.score(model, groups, [(x, target)], F.cross_entropy, "gate-curvature")
+
+
+def test_settings() -> None:
     with pytest.raises(hap.HapError, match="draws=1; expected at least 2"):
         hap.GateCurvature(draws=1)
-
-    class Maps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x).relu())
-
-    x = torch.randn(2, 3, 8, 8)
-    maps = Maps().eval()
-    with pytest.raises(hap.HapError, match="output is not one vector per sample; use another criterion"):
-        hap.score(maps, hap.trace(maps, x), [(x, torch.zeros(2, 2, 4, 4))], F.mse_loss, "gate-curvature")
 
 
 @pytest.mark.parametrize("tokens", [5, 6])

@@ -78,7 +78,7 @@ MANY_IMAGES = 10_000
 """To score on where the paper's 512 are too few: a trained network is sure of nearly all of them, so a few dozen decide
 (`sensitivity-images`)."""
 GATES = "gate-curvature"
-"""The criterion that tells best, before fine-tuning, what the loss does without a channel (`sensitivity-removal`)."""
+"""A criterion that the paper does not have; `sensitivity-removal` holds it against what the loss does."""
 PER_COST = f"hap-per-cost-{MANY_IMAGES}-images"
 SHORT_NAMES = {"vgg16_bn": "vgg16", "wide_resnet32": "wideresnet32"}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from hap.experiments.networks import example_of
 from hap.experiments.steps import calibration
 from hap.groups import Groups
 from hap.planning import Budget
-from hap.scoring import Problem
-from hap.scoring.gates import Gate, gates_of
+from hap.scoring.gates import Gate, gated, gates_of
 
 SCORED_ON = 512
 AT_ONCE = 128
@@ -44,33 +44,31 @@ FLOPS = (0.7, 0.5, 0.3874)
 
 
 def removal_record(model: nn.Module, data: Data, images: int) -> dict[str, Any]:
-    """Scores on some training images beside what the loss on others rises by when a unit goes."""
+    """Scores on some training images beside what the loss on another draw of them rises by when a unit goes."""
     scored = calibration(data, model, SCORED_ON, 0)
     groups = hap.trace(model, example_of(data).to(scored[0][0].device), "union")
     scores = {name: hap.score(model, groups, scored, F.cross_entropy, name) for name in CRITERIA}
     judged = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in calibration(data, model, images, 1)]
-    given, own = loss_rises(model, groups, judged)
+    rises = dict(zip(("given", "own"), loss_rises(model, groups, judged), strict=True))
     stages = {n: n.partition(".")[0] for n in groups}
     rows = []
     for name, values in scores.items():
-        row = {"criterion": name, "given_labels": rank_correlation(values, given),
-               "own_labels": rank_correlation(values, own),
-               "within_layers": _mean([rank_correlation({n: values[n]}, {n: own[n]}) for n in groups])}  # fmt: skip
+        row: dict[str, Any] = {"criterion": name}
+        for labels, found in rises.items():
+            within = [rank_correlation({n: values[n]}, {n: found[n]}) for n in groups if len(groups[n]) > 1]
+            row[labels] = {"all": rank_correlation(values, found), "within_layers": sum(within) / len(within)}
         rows.append(row | ({"predicted": _by_stage(values, stages)} if name in IN_LOSS else {}))
     return {"kind": "hap-removal", "format": 1, "scored_on": _count(scored), "images": _count(judged),
-            "units": groups.units, "measured": _by_stage(own, stages), "rows": rows,
-            "rises": {n: v.tolist() for n, v in own.items()},
-            "falls": float((torch.cat(list(given.values())) < 0).double().mean())}  # fmt: skip
+            "units": groups.units, "measured": {labels: _by_stage(found, stages) for labels, found in rises.items()},
+            "rows": rows, "rises": {labels: {n: v.tolist() for n, v in found.items()}
+                                    for labels, found in rises.items()},
+            "falls": float((torch.cat(list(rises["given"].values())) < 0).double().mean())}  # fmt: skip
 
 
 def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """Spearman's, over the units of all groups."""
     ranks = [torch.cat(list(scores.values())).argsort().argsort().double() for scores in (first, second)]
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _by_stage(values: Mapping[str, Tensor], stages: Mapping[str, str]) -> dict[str, float]:
@@ -94,7 +92,7 @@ def loss_rises(model: nn.Module, groups: Groups, batches: Sequence[Batch]) -> tu
 
     What runs before a unit is computed once for all units of its group, as far as the model is a chain of modules.
     """
-    gates = gates_of(Problem(model, groups, None, None))
+    gates = gates_of(model, groups)
     rises = {name: torch.zeros(len(group), 2, dtype=torch.float64) for name, group in groups.items()}
     for x, y in ((x, y) for xs, ys in batches for x, y in zip(xs.split(AT_ONCE), ys.split(AT_ONCE), strict=True)):
         with _noting(model) as outputs:
@@ -102,12 +100,13 @@ def loss_rises(model: nn.Module, groups: Groups, batches: Sequence[Batch]) -> tu
         labels = (y, logits.softmax(1))
         whole = _losses(logits, labels)
         for name, values in rises.items():
-            with _resumed(model, outputs, [m for m, some in gates.items() if any(g.group == name for g in some)]):
+            own = {module: mine for module, some in gates.items() if (mine := [g for g in some if g.group == name])}
+            with _resumed(model, outputs, list(own)):
                 for unit in range(len(values)):
-                    with _silenced(model, gates, name, unit):
+                    with gated(model, own, partial(_without, unit)):
                         values[unit] += _losses(model(x).double(), labels) - whole
-    given, own = ({n: v[:, i] / _count(batches) for n, v in rises.items()} for i in range(2))
-    return given, own
+    by_labels = [{n: v[:, i] / _count(batches) for n, v in rises.items()} for i in range(2)]
+    return by_labels[0], by_labels[1]
 
 
 def _losses(logits: Tensor, labels: tuple[Tensor, ...]) -> Tensor:
@@ -126,14 +125,16 @@ def _chain(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _noting(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What the modules of the chain return, in the order of their calls; nothing if one is called twice."""
+    """What the modules of the chain return, in the order of their calls; nothing if one is called twice, or if what it
+    returns is written to later."""
     outputs: dict[str, Tensor] = {}
+    versions: dict[str, int] = {}
     twice: list[str] = []
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             twice.extend([name] if name in outputs else [])
-            outputs[name] = output
+            outputs[name], versions[name] = output, output._version
 
         return hook
 
@@ -143,7 +144,7 @@ def _noting(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-        if twice:
+        if twice or any(outputs[name]._version != version for name, version in versions.items()):
             outputs.clear()
 
 
@@ -157,33 +158,19 @@ def _resumed(model: nn.Module, outputs: Mapping[str, Tensor], places: Sequence[s
         before.append(name)
     try:
         for name in before:
-            chain[name].forward = lambda *args, output=outputs[name]: output
+            chain[name].forward = lambda *args, output=outputs[name], **kwargs: output
         yield
     finally:
         for name in before:
             del chain[name].forward
 
 
-@contextmanager
-def _silenced(model: nn.Module, gates: Mapping[str, list[Gate]], group: str, unit: int) -> Iterator[None]:
-    """Inside, the gates of one unit are shut."""
-    modules = dict(model.named_modules())
-
-    def shut(gate: Gate, value: Tensor) -> Tensor:
-        keep = torch.from_numpy(gate.unit.unit != unit).to(value)
-        shape = [1] * value.ndim
-        shape[gate.axis] = -1
-        return value * keep.repeat(value.shape[gate.axis] // len(keep)).view(shape)
-
-    with ExitStack() as stack:
-        for name, gate in ((n, g) for n, some in gates.items() for g in some if g.group == group):
-            module = modules[name]
-            if gate.output:
-                hook = module.register_forward_hook(lambda m, args, out, gate=gate: shut(gate, out))
-            else:
-                hook = module.register_forward_pre_hook(lambda m, args, gate=gate: (shut(gate, args[0]), *args[1:]))
-            stack.callback(hook.remove)
-        yield
+def _without(unit: int, gate: Gate, value: Tensor) -> Tensor:
+    """What passes a gate once a unit is gone."""
+    keep = torch.from_numpy(gate.unit.unit != unit).to(value)
+    shape = [1] * value.ndim
+    shape[gate.axis] = -1
+    return value * keep.repeat(value.shape[gate.axis] // len(keep)).view(shape)
 
 
 # ---- whole plans --------------------------------------------------------------------------------------------

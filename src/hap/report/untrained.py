@@ -9,7 +9,6 @@ from hap.report.markdown import command, link, number, table
 from hap.report.rows import CRITERIA, Record
 
 REMOVAL, ONE_SHOT = "sensitivity-removal", "sensitivity-one-shot"
-RANKS = {"own_labels": "all channels", "within_layers": "within a layer, mean", "given_labels": "labels given"}
 NAMES = CRITERIA | {"taylor": "Taylor", "fisher": "Fisher", "geometric-median": "Geometric median"}
 
 
@@ -28,35 +27,34 @@ def by_stage(records: Mapping[str, Record]) -> str:
     if REMOVAL not in records:
         return ""
     record = records[REMOVAL]
-    shares = {row["criterion"]: _of_measured(record, row) for row in record["rows"] if "predicted" in row}
-    last = list(record["measured"])[1:]
-    told = {name: ", ".join(f"{share[stage]:.2f}" for stage in last) for name, share in shares.items()}
+    rows = {row["criterion"]: row for row in record["rows"]}
+    measured = record["measured"]["own"]
+    told = {name: ", ".join(f"{rows[name]['predicted'][stage] / rise:.2f}" for stage, rise in measured.items())
+            for name in ("hessian", "gate-curvature")}  # fmt: skip
     return f"""Is sensitivity really lowest in late layers? Every channel of the dense network was taken out alone, and
-the rises of the loss were added up over the channels of each stage. Of these, equation 6 says {told["hessian"]} in
-the three stages, one after the other: it is not out by the same factor everywhere. The curvature of a gate on what a
-channel hands on is w^T H w along the one direction that is taken, with the shift of the BatchNorm behind it, where
-equation 6 has the mean over all directions of the weights; it says {told["gate-curvature"]}: see
+the rises of the loss, with labels as the dense network sees them, were added up over {", ".join(measured)}. Of these,
+equation 6 says {told["hessian"]}: it is not out by the same factor everywhere. The curvature of a gate on
+what a channel hands on is w^T H w along the one direction that is taken, with the shift of the BatchNorm behind it,
+where equation 6 has the mean over all directions of the weights; it says {told["gate-curvature"]}: see
 [Before fine-tuning](#before-fine-tuning)."""
 
 
-def _of_measured(record: Record, row: Record) -> dict[str, float]:
-    """The part of the measured rise that a criterion says, by stage."""
-    return {stage: row["predicted"][stage] / rise for stage, rise in record["measured"].items()}
-
-
 def _one_by_one(record: Record) -> str:
-    lines = []
-    for row in sorted(record["rows"], key=lambda row: -row["own_labels"]):
-        shares = _of_measured(record, row).values() if "predicted" in row else [None] * len(record["measured"])
-        lines.append([NAMES[row["criterion"]], *(number(row[key], 2) for key in RANKS),
-                      *(number(share, 2) for share in shares)])  # fmt: skip
-    head = ["", *RANKS.values(), *(f"says of {stage}" for stage in record["measured"])]
-    text = f"""Each of the {record["units"]:,} channels of the dense ResNet56 ({link("file", record)}) was taken out
+    measured, lines = record["measured"]["own"], []
+    for row in record["rows"]:
+        found = [row[labels][where] for labels in ("own", "given") for where in ("all", "within_layers")]
+        shares = [row["predicted"][stage] / rise if "predicted" in row else None for stage, rise in measured.items()]
+        lines.append([NAMES[row["criterion"]], *(number(value, 2) for value in (*found, *shares))])
+    ranks = [f"{labels}, {where}" for labels in ("own labels", "labels given") for where in ("all", "within a layer")]
+    head = ["", *ranks, *(f"says of {stage}" for stage in measured)]
+    text = f"""Each of the {record["units"]:,} channels of one dense ResNet56 ({link("file", record)}) was taken out
 alone, the BatchNorm behind it with it, and the loss measured on {record["images"]:,} training images; scores are from
 {record["scored_on"]} of another draw. How far the order of the scores is that of the rises (rank correlation), and, of
 criteria that say how far the loss rises, what part of it they say. The network is sure of nearly all of these images:
 with the labels given few of them decide, and {100 * record["falls"]:.0f}% of the rises are falls. With labels as the
-dense network sees them, drawn from its own probabilities, none is."""
+dense network sees them, each class weighed by its own probability, none is; the curvature of that loss is the
+Gauss-Newton matrix, so that it suits gate curvature and HAP more than criteria that use the labels given. The columns
+for them were added after a first run, on half as many images, had only those for the labels given."""
     return f"{text}\n\n{table(head, lines)}"
 
 
@@ -70,7 +68,7 @@ def _pruned(runs: Sequence[Record]) -> str:
         for (criterion, per_cost), at in found.items()
     ]
     head = ["", *(f"at {100 * size:g}% of the FLOPs" for size in sizes)]
-    files = ", ".join(link(str(i), record) for i, record in enumerate(runs))
+    files = ", ".join(link(record["name"].rpartition("-")[2], record) for record in runs)
     text = f"""Test accuracy in per cent of networks that were pruned and not trained since, from {len(runs)} dense
 ones (files {files}): as they are, and once their BatchNorms have seen the {runs[0]["scored_on"]} images of the scores
 again; then the parameters left in per cent. Mean, and for the second the standard deviation. Scores are from

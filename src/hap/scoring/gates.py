@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hap.errors import HapError
-from hap.groups import Group, Producer
+from hap.groups import Group, Groups, Producer
 from hap.scoring.affine import affine_norms
-from hap.scoring.base import BATCH_FIRST, Batch, Criterion, Problem, Scores, fold, samples
-from hap.scoring.gauss_newton import Tap, backward, over_samples, survey
-from hap.scoring.heads import readers_of
+from hap.scoring.base import BATCH_FIRST, Batch, Criterion, Problem, Scores, fold
+from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, over_samples, survey
 from hap.scoring.hessian import MOST_OUTPUTS, quiet
+from hap.scoring.outputs import CannotSample
+from hap.scoring.row_norms import computes_as
 
 INSTEAD = "use another criterion, such as HessianTrace"
+READERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
 class GateCurvature(Criterion):
-    """1/2 d2L/dg2 at g = 1, with g a factor on what a unit hands on: how far the loss rises, to second order, when the
-    unit goes. The Gauss-Newton curvature, which is the Hessian's where the network is piecewise linear in g.
+    """1/2 d2L/dg2 at g = 1, with g a factor on what a unit hands on: the second-order part of the rise of the loss when
+    the unit goes. The curvature is Gauss-Newton's, which is the Hessian's where the outputs are piecewise linear in g.
 
     Equation 6 replaces w^T H w by its mean over all directions of w, and sees only the weights in front of a
     normalisation, though its shift goes with them. This is w^T H w along the direction that is taken, with all that a
-    unit hands on. A pass back per output (beyond 20 outputs `draws` random combinations, with standard errors) gives
-    the gates of all units, without the norms of gradients that traces need.
+    unit hands on. What others gain where a norm or a mean spans the unit's axis is not seen. A pass back per output
+    (beyond 20 outputs `draws` random combinations, with standard errors) gives the gates of all units, without the
+    norms of gradients that traces need.
     """
 
     draws: int = 8
@@ -47,20 +52,28 @@ class GateCurvature(Criterion):
             return self._scores(problem)
 
     def _scores(self, problem: Problem) -> Scores:
-        gates, found = gates_of(problem), survey(problem)
+        gates, found = gates_of(problem.model, problem.groups), survey(problem)
         if found.why_not is not None:
             raise HapError(f"gate-curvature does not apply: {found.why_not}; {INSTEAD}")
+        _check_samples(problem, gates)
         draws = self.draws if found.outputs > MOST_OUTPUTS else 0
 
         def piece(batch: Batch, vectors: Tensor, signs: Tensor, at_once: int) -> dict[str, Tensor]:
             return _piece(problem, gates, batch, vectors, signs, at_once)
 
         sizes = {name: len(group) for name, group in problem.groups.items()}
-        halves = {n: v / 2 for n, v in over_samples(problem, found, sizes, piece, draws, self.seed).items()}
+        try:
+            squares = over_samples(problem, found, sizes, piece, draws, self.seed)
+        except CannotSample as error:
+            raise HapError(f"gate-curvature does not apply: {error}; {INSTEAD}") from error
+        halves = {n: v / 2 for n, v in squares.items()}
         if not draws:
-            return Scores({n: v[0] for n, v in halves.items()}, about={"method": "exact"})
+            return Scores({n: v[0] for n, v in halves.items()}, about={"method": "gauss-newton"})
         errors = {n: v.std(0) / draws**0.5 for n, v in halves.items()}
-        return Scores({n: v.mean(0) for n, v in halves.items()}, errors, {"method": "sampled", "draws": draws})
+        return Scores({n: v.mean(0) for n, v in halves.items()}, errors, {"method": "gauss-newton", "draws": draws})
+
+
+# ---- where units pass ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,36 +87,97 @@ class Gate:
     output: bool
 
 
-def gates_of(problem: Problem) -> dict[str, list[Gate]]:
-    """By module, the gates that let all units through: where units are read, or where they join a sum that other units
-    join as well (`union` coupling), which readers cannot tell apart."""
-    groups, modules = problem.groups, dict(problem.model.named_modules())
-    found: dict[str, list[Gate]] = {}
+Gates = Mapping[str, list[Gate]]
+"""By name of a module."""
+
+
+def gates_of(model: nn.Module, groups: Groups) -> Gates:
+    """Gates that all that units hand on passes once: where it is read, or, for what joins a sum that other units join
+    as well (`union` coupling), which readers cannot tell apart, where it joins."""
+    modules, found = dict(model.named_modules()), dict[str, list[Gate]]()
+    sources = Counter(stream for _, stream in {(c, s) for c, s in groups.feeds.tolist()})
+    alone = {s: c for c, s in groups.feeds.tolist() if sources[s] == 1}  # such a stream goes when its unit does
     for name, group in groups.items():
-        own = [(s.module, _unit(group, s.narrow), s.dim, s.inside) for s in groups.scatters]
-        joined = [one for one in own if (one[1] >= 0).any()]
-        for module, unit, dim, inside in joined:
-            if inside is not None:
+        own = set(group.classes.tolist())
+        if own & set(sources):
+            raise HapError(f"group {name!r} is a sum that other groups join, so it has no gate of its own; {INSTEAD}")
+        if own & (groups.met - groups.whole):
+            raise HapError(f"group {name!r} is read by a product of activations, where no gate can be; {INSTEAD}")
+        for s in groups.scatters:
+            pairs = zip(s.narrow.tolist(), s.wide.tolist(), strict=True)
+            unit = _unit(group, [-1 if c in groups.padded or wide in alone else c for c, wide in pairs])
+            if not (unit >= 0).any():
+                continue
+            if s.inside is not None:
                 raise HapError(f"group {name!r} joins a sum where no module returns it; {INSTEAD}")
-            found.setdefault(module, []).append(Gate(name, Producer(f"{module}.weight", dim, unit), dim, True))
-        if joined:
-            continue
-        for reader in readers_of(problem, name, group):
-            module = reader.weight.rpartition(".")[0]
-            if reader.weight not in groups.direct:
-                raise HapError(f"{reader.weight} reads group {name!r} other than by one call of its layer; {INSTEAD}")
+            found.setdefault(s.module, []).append(Gate(name, Producer(f"{s.module}.weight", s.dim, unit), s.dim, True))
+        for weight, dim in group.consumers:
+            unit = _unit(group, [alone.get(c, c) for c in groups.axes[weight, dim].tolist()])
+            if not (unit >= 0).any():
+                continue
+            module = weight.rpartition(".")[0]
+            if weight not in groups.direct or not any(computes_as(modules[module], kind) for kind in READERS):
+                raise HapError(
+                    f"{weight} reads group {name!r} other than by one call of a linear layer or convolution; {INSTEAD}"
+                )
             axis = -1 if isinstance(modules[module], nn.Linear) else 1
-            found.setdefault(module, []).append(Gate(name, reader, axis, False))
+            found.setdefault(module, []).append(Gate(name, Producer(weight, dim, unit), axis, False))
     return found
 
 
-def _unit(group: Group, classes: Any) -> Any:
+def _unit(group: Group, classes: Iterable[int]) -> Any:
     """The unit of each of these classes, -1 where it is none of the group's."""
     place = {c: u for u, c in enumerate(group.classes.tolist())}
-    return np.array([place.get(c, -1) for c in classes.tolist()], dtype=np.int64)
+    return np.array([place.get(c, -1) for c in classes], dtype=np.int64)
 
 
-def _piece(problem: Problem, gates: dict[str, list[Gate]], batch: Batch, vectors: Tensor, signs: Tensor,
+@contextmanager
+def gated(model: nn.Module, gates: Gates, change: Callable[[Gate, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, what passes a gate is replaced by what `change` makes of it."""
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for name, some in gates.items():
+            for gate in some:
+                stack.callback(_hooked(modules[name], name, gate, change).remove)
+        yield
+
+
+def _hooked(module: nn.Module, name: str, gate: Gate, change: Callable[[Gate, Tensor], Tensor]) -> RemovableHandle:
+    if gate.output:
+        return module.register_forward_hook(lambda _, args, out: change(gate, out))
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args:
+            raise HapError(f"{name} is called with its input by name; expected it in first place, or {INSTEAD}")
+        return (change(gate, args[0]), *args[1:])
+
+    return module.register_forward_pre_hook(before)
+
+
+# ---- derivatives --------------------------------------------------------------------------------------------
+
+See = Callable[[Gate, Tensor, Tensor], None]
+"""Called with a gate, the value that passes it, and the gradient (K, *value) there."""
+
+
+def _check_samples(problem: Problem, gates: Gates) -> None:
+    """Refuse gates at which the first axis is not that of the samples: what one sample gives would reach others."""
+    batch, mixed = cut(problem.batches[0], slice(SURVEYED)), list[str]()
+
+    def see(gate: Gate, value: Tensor, gradient: Tensor) -> None:
+        if gradient[:, 1:].any():
+            mixed.append(gate.unit.weight)
+
+    with torch.enable_grad(), _tapped(problem, gates, see) as anchor:
+        output, _ = problem.evaluate({}, batch)
+        first = torch.zeros_like(output)
+        first[0] = torch.randn(output.shape[1], generator=torch.Generator().manual_seed(0)).to(output)
+        backward(output, anchor, first[None])
+    if mixed:
+        raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
+
+
+def _piece(problem: Problem, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor,
            at_once: int) -> dict[str, Tensor]:  # fmt: skip
     """sum over samples of sign (d(s . output)/dg)^2, (K, units) by group."""
     rows: dict[str, list[Tensor]] = {name: [] for name in problem.groups}
@@ -113,7 +187,7 @@ def _piece(problem: Problem, gates: dict[str, list[Gate]], batch: Batch, vectors
         slope = _slope(problem, gate, value, gradient)
         slopes[gate.group] = slope + slopes[gate.group] if gate.group in slopes else slope
 
-    with torch.enable_grad(), _gated(problem, gates, see, samples(batch)) as anchor:
+    with torch.enable_grad(), _tapped(problem, gates, see) as anchor:
         output, _ = problem.evaluate({}, batch)
         for start in range(0, len(vectors), at_once):
             slopes.clear()
@@ -138,30 +212,14 @@ def _slope(problem: Problem, gate: Gate, value: Tensor, gradient: Tensor) -> Ten
 
 
 @contextmanager
-def _gated(problem: Problem, gates: dict[str, list[Gate]], see: Any, count: int) -> Iterator[Tensor]:
+def _tapped(problem: Problem, gates: Gates, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` for every gate that it goes by."""
-    modules, hooks = dict(problem.model.named_modules()), []
     anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)
 
     def tap(gate: Gate, value: Tensor) -> Tensor:
-        if len(value) != count:
-            raise HapError(
-                f"{gate.unit.weight} meets {tuple(value.shape)} in a batch of {count} samples. {BATCH_FIRST}"
-            )
         kept = value.detach()
         tapped: Tensor = Tap.apply(value, anchor, lambda gradient: see(gate, kept, gradient))
         return tapped
 
-    for name, some in gates.items():
-        for gate in some:
-            if gate.output:
-                hooks.append(modules[name].register_forward_hook(lambda m, args, out, gate=gate: tap(gate, out)))
-            else:
-                hooks.append(modules[name].register_forward_pre_hook(
-                    lambda m, args, gate=gate: (tap(gate, args[0]), *args[1:])))  # fmt: skip
-    try:
-        with affine_norms(problem):
-            yield anchor
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with gated(problem.model, gates, tap), affine_norms(problem):
+        yield anchor

@@ -376,7 +376,7 @@ class GateGradient(Criterion):
     @staticmethod
     def _batch(problem: Problem, batch: Batch) -> dict[str, Tensor]:
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
-        readers = {(n, r.weight, r.dim): r for n, g in problem.groups.items() for r in readers_of(problem, n, g)}
+        readers = {(n, r.weight, r.dim): r for n, g in problem.groups.items() for r in _readers(problem, n, g)}
         count = samples(batch)
         check_targets(batch)
         with torch.enable_grad(), _reading(problem, [weight for _, weight, _ in readers]) as inputs:
@@ -397,7 +397,7 @@ class GateGradient(Criterion):
         return {n: count * g.abs().mean(0) for n, g in gates.items()}  # the loss is a mean over the samples
 
 
-def readers_of(problem: Problem, name: str, group: Group) -> tuple[Producer, ...]:
+def _readers(problem: Problem, name: str, group: Group) -> tuple[Producer, ...]:
     readers = owned(problem.groups, group)[len(group.producers) :]
     if not readers:
         raise HapError(f"no layer reads group {name!r}, so a gate on it has no gradient; use another criterion")

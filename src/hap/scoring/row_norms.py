@@ -28,7 +28,7 @@ class RowNorms:
     dim: int
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        if not (_computes_as(self.module, nn.Conv2d) or _computes_as(self.module, nn.Linear)):
+        if not (computes_as(self.module, nn.Conv2d) or computes_as(self.module, nn.Linear)):
             return torch.func.vmap(self._by_vmap)(gradient)
         rows, step = self._rows(gradient), max(PATCHES // max(self._patch_bytes(), 1), 1)
         pieces = zip(rows.split(step, dim=1), self.x.split(step), strict=True)
@@ -87,7 +87,7 @@ class RowNorms:
         return torch.func.vmap(one)(self.x, gradient)
 
 
-def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a layer is of a kind and has not changed what that kind computes."""
     parts = ("forward", "_conv_forward")
     return isinstance(module, kind) and all(getattr(type(module), p, None) is getattr(kind, p, None) for p in parts)
