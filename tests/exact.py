@@ -111,15 +111,14 @@ def gate_curvature(model: nn.Module, groups: Groups, batches: Batches, loss: Los
     these are the places at which a unit passes is for tests with pruned networks to show."""
     weights = {n: p.detach() for n, p in model.named_parameters()}
     modules, total = dict(model.named_modules()), sum(len(y) for _, y in batches)
+    alone = {int(s): int(c) for c, s in groups.feeds if np.sum(groups.feeds[:, 1] == s) == 1}
     found = {}
     for name, group in groups.items():
-        alone = {int(s): int(c) for c, s in groups.feeds if np.sum(groups.feeds[:, 1] == s) == 1}
         joined = [
             s for s in groups.scatters if np.isin(s.narrow, group.classes).any() and not set(s.wide) <= set(alone)
         ]
 
-        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[Scatter] = joined,
-                    alone: dict[int, int] = alone) -> Tensor:  # fmt: skip
+        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[Scatter] = joined) -> Tensor:
             by_class = {int(c): g for c, g in zip(group.classes, gates, strict=True)}
 
             def factors(classes: Any) -> Tensor:

@@ -88,7 +88,7 @@ def test_a_shift_behind_the_weights_counts() -> None:
     assert by_gate.argmax() == 1 and by_trace.argmin() == 1
 
 
-class Doubled(nn.Linear):
+class Squashed(nn.Linear):
     """Not the layer that it is a kind of."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ REFUSED = {
 def test_what_has_no_gate_is_refused(name: str) -> None:
     forward, words = REFUSED[name]
     torch.manual_seed(0)
-    model = Net(forward, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 3), fc=nn.Linear(4, 3), odd=Doubled(4, 3)).eval()
+    model = Net(forward, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 3), fc=nn.Linear(4, 3), odd=Squashed(4, 3)).eval()
     x = torch.randn(6, 3, 8, 8)
     target = torch.arange(6) % 3 if name != "maps" else torch.zeros(6, 4, 4, dtype=torch.int64)
     with warnings.catch_warnings():

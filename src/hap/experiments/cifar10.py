@@ -185,8 +185,7 @@ def other_rankings() -> list[Job]:
                  _ranked(_step(f"gates-per-cost-{MANY_IMAGES}-images", row[0], per_cost=True, criterion=GATES), 0, row,
                          MANY_IMAGES)]  # fmt: skip
         control = _step("magnitude-per-cost", row[0], per_cost=True, criterion="magnitude")
-        jobs.append(_job("resnet56", "paper", replace(control, params=row[1] and row[1] / 100), 0,
-                         ("ablation", "rankings")))  # fmt: skip
+        jobs.append(replace(_row("resnet56", control, 0, row, ("ablation", "rankings")), paper=None))
     for row in (row for row in IMPLANT_ROWS if row[0] in HEADLINES):
         jobs.append(_ranked(_implanted(row[0], name="implant-centre-per-cost", per_cost=True), 0, row))
     return jobs

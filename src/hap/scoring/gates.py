@@ -17,7 +17,7 @@ from hap.errors import HapError
 from hap.groups import Group, Groups, Producer
 from hap.scoring.affine import affine_norms
 from hap.scoring.base import BATCH_FIRST, Batch, Criterion, Problem, Scores, fold
-from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, over_samples, survey
+from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, of_one_sample, over_samples, survey
 from hap.scoring.hessian import MOST_OUTPUTS, quiet
 from hap.scoring.outputs import CannotSample
 from hap.scoring.row_norms import computes_as
@@ -170,9 +170,7 @@ def _check_samples(problem: Problem, gates: Gates) -> None:
 
     with torch.enable_grad(), _tapped(problem, gates, see) as anchor:
         output, _ = problem.evaluate({}, batch)
-        first = torch.zeros_like(output)
-        first[0] = torch.randn(output.shape[1], generator=torch.Generator().manual_seed(0)).to(output)
-        backward(output, anchor, first[None])
+        backward(output, anchor, of_one_sample(output))
     if mixed:
         raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
 

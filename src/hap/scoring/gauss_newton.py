@@ -83,15 +83,20 @@ def survey(problem: Problem) -> Survey:
         output, _ = problem.evaluate({}, batch)
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != count:
             return Survey("the model's output is not one vector per sample")
-        first = torch.zeros_like(output)
-        first[0] = torch.randn(output.shape[1], generator=torch.Generator().manual_seed(0)).to(output)
         if output.requires_grad:
-            backward(output, anchor, first[None])
+            backward(output, anchor, of_one_sample(output))
     if missing := [n for n in problem.weights if n not in mixed]:
         return Survey(f"what {missing[0]} computes is hidden from its layer")
     if bad := [n for n, yes in zip(mixed, torch.stack(list(mixed.values())).tolist(), strict=True) if yes]:
         return Survey(f"the first axis of what {bad[-1]} reads is not that of the samples")
     return Survey(None, output.shape[1], held.bytes // count, max(sizes) // count)
+
+
+def of_one_sample(output: Tensor) -> Tensor:
+    """A vector (1, *output.shape) that asks for the gradient of the first sample alone: others should get none."""
+    first = torch.zeros_like(output)
+    first[0] = torch.randn(output.shape[1], generator=torch.Generator().manual_seed(0)).to(output)
+    return first[None]
 
 
 @contextmanager
