@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import hap
-from hap import recipes
-from hap.checkpoint import load, read, save
 from hap.data import Data, Split
 from hap.data import load as load_data
 from hap.errors import HapError
-from hap.experiments.cifar10 import GATES, MANY_IMAGES
-from hap.experiments.config import PruneStep
-from hap.experiments.networks import example_of, fresh
-from hap.experiments.starting import Known, prune
-from hap.files import write_json
-from hap.masking import dense_form, pruned_form
-from hap.provenance import provenance
-from hap.recipes import Recipe
-from hap.training import evaluate, train_many
+from hap.io.checkpoint import load, read, save
+from hap.training import evaluate, recipes, train_many
+from hap.training.recipes import Recipe
+from hap.utils.atomic_files import write_json
+from hap.workflow.config import PruneStep
+from hap.workflow.networks import example_of, fresh
+from hap.workflow.provenance import provenance
+from hap_reproduction.cifar10.jobs import GATES, MANY_IMAGES
+from hap_reproduction.cifar10.masking import dense_form, pruned_form
+from hap_reproduction.cifar10.stacking import train_stacked
+from hap_reproduction.cifar10.starting import Known, prune
 
 STEP = PruneStep("as it is", flops=0.29, coupling="union", per_cost=True, compensate=True, implant=0.2)
 RECIPE = recipes.get("best-finetune")
@@ -98,7 +98,7 @@ def compare(choices: list[Choice], dense: Path, data: Data, images: int, compile
         assert plan is not None
         plans.append(plan)
         made.append(dense_form(model, plan, teacher))
-    histories = train_many(
+    histories = train_stacked(
         [whole for whole, _ in made], data, [recipe for _, recipe in choices], teachers=[teacher] * len(choices),
         masks=[masks for _, masks in made], progress=False, stack=len(choices), compiled=compiled,
     )  # fmt: skip

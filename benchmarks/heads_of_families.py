@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hap
-from hap.capturing import capture
-from hap.examples import run
-from hap.experiments.zoo_hugging_face import HUGGING_FACE
-from hap.experiments.zoo_models import build
-from hap.files import write_json
-from hap.groups import Groups
-from hap.provenance import provenance
-from hap.rules import short_name
+from hap.execution.calling import run
+from hap.graph.capture import capture
+from hap.graph.nodes import short_name
+from hap.groups.groups import Groups
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.zoo_sweep.hugging_face import HUGGING_FACE
+from hap_reproduction.zoo_sweep.models import build
 
 PLANS = 5
 """How many times half of the heads go, other ones each time."""

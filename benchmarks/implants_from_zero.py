@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from hap.checkpoint import load, read
-from hap.experiments.campaign import Folders, Job
-from hap.experiments.cifar10 import jobs
-from hap.experiments.config import PruneStep
-from hap.experiments.networks import fresh
-from hap.files import read_record, write_json
-from hap.provenance import provenance
+from hap.io.checkpoint import load, read
+from hap.utils.atomic_files import read_record, write_json
+from hap.workflow.config import PruneStep
+from hap.workflow.networks import fresh
+from hap.workflow.provenance import provenance
+from hap_reproduction.cifar10.campaign import Folders, Job
+from hap_reproduction.cifar10.jobs import jobs
 
 FOLDERS = Folders(Path("results/cifar10"), Path("zoo"), Path("runs/cifar10"))
 OUT = FOLDERS.results / "implants-from-zero.json"

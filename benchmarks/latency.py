@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.files import write_json
-from hap.latency import Latency
-from hap.provenance import provenance
+from hap.pruning.latency import Latency
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
 
 
 def subject(name: str, device: str, batch: int) -> tuple[nn.Module, Tensor]:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap.blocks import units_of
-from hap.data.glue import read
-from hap.experiments.glue import load_transformers
-from hap.files import write_json
-from hap.provenance import provenance
+from hap.groups.transformer_blocks import units_of
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.glue.campaign import load_transformers
+from hap_reproduction.glue.data import read
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
 IMPLANTS = [hap.NarrowHeads(ratio, rank) for ratio in (0.3, 0.5) for rank in (0.25, 0.5)]

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hap.files import write_atomic
-from hap.report.markdown import table
+from hap.utils.atomic_files import write_atomic
+from hap_reproduction.pages.markdown import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "benchmarks"

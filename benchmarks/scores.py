@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap.experiments.removal import rank_correlation
-from hap.files import write_json
-from hap.provenance import provenance
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.cifar10.removal import rank_correlation
 
 Batches = list[tuple[Tensor, Tensor]]
 

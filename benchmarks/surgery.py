@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.experiments.zoo_models import import_torchvision
-from hap.files import write_json
-from hap.provenance import provenance
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.zoo_sweep.models import import_torchvision
 
 torchvision = import_torchvision()
 import torch_pruning as tp  # noqa: E402

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import hap
 from hap.data import Batch
-from hap.experiments.cifar10 import BORROWED, HEAD_TO_HEAD, dense_name
-from hap.experiments.starting import IMAGES
-from hap.experiments.zoo_models import import_torchvision
-from hap.files import write_json
-from hap.provenance import provenance
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.cifar10.jobs import BORROWED, HEAD_TO_HEAD, dense_name
+from hap_reproduction.cifar10.starting import IMAGES
+from hap_reproduction.zoo_sweep.models import import_torchvision
 
 import_torchvision()
 import torch_pruning as tp  # noqa: E402

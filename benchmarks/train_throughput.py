@@ -31,12 +31,13 @@ from torch.nn import functional
 import hap
 from hap import models
 from hap.data import Data, Split
-from hap.files import write_json
-from hap.masking import dense_form
-from hap.provenance import provenance
-from hap.recipes import Recipe
-from hap.training import train, train_many
-from hap.trimming import common_widths, trim
+from hap.training import train
+from hap.training.recipes import Recipe
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.cifar10.masking import dense_form
+from hap_reproduction.cifar10.stacking import train_stacked
+from hap_reproduction.cifar10.trimming import common_widths, trim
 
 Masks = dict[str, Tensor] | None
 STACK, STACKED = 8, ("stacked", "trimmed")
@@ -110,7 +111,7 @@ def row(networks: Networks, form: str, count: int, batch: int, data: Data, scale
     recipe = Recipe(scale.epochs, batch, lr=0.02, precision="bf16" if bf16 else "fp32", eval_every=scale.epochs)
     recipes = [replace(recipe, seed=seed) for seed in range(count)]
     part = first(data, scale.steps * batch)
-    histories = train_many([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False,
+    histories = train_stacked([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False,
                            stack=STACK if form in STACKED else 1, compiled=compiled)  # fmt: skip
     seconds = histories[0].seconds
     found = {

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration
 
 import hap
-from hap.files import write_json
-from hap.provenance import provenance
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
 
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import hap
 from cases import CASES
-from hap.groups import Groups
+from hap.groups.groups import Groups
 
 COUPLINGS = ("joint", "union")
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.groups import Group, Groups, Scatter
+from hap.groups.groups import Groups
+from hap.groups.types import Group, Scatter
 
 Batches = list[tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]

@@ -17,8 +17,8 @@ import torch
 
 import hap
 from checks import check_pruned, random_plan, run
-from hap.files import write_json
-from hap.provenance import provenance
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
 from random_modules import make
 
 OUT = Path(__file__).parents[1] / "results" / "fuzz.json"

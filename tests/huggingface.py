@@ -16,7 +16,7 @@ def library() -> Any:
     """transformers, or the test is skipped."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    from hap.experiments.glue import load_transformers
+    from hap_reproduction.glue.campaign import load_transformers
 
     return load_transformers()
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hap
-from hap.capturing import capture, start_autograd
+from hap.graph.capture import capture, start_autograd
 
 
 def test_autograd_counts_the_devices_before_the_first_capture_of_a_gpu_build_without_a_gpu(

@@ -15,7 +15,7 @@ from torch import nn
 import hap
 from cases import CASES
 from checks import COUPLINGS, assert_unchanged, random_plan, run, same, snapshot, traced
-from hap import checkpoint
+from hap.io import checkpoint
 
 SOURCE = Path(hap.__file__).parent
 
@@ -353,7 +353,7 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monk
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hap.checkpoint.save_file", half)
+    monkeypatch.setattr("hap.io.checkpoint.save_file", half)
     with pytest.raises(hap.HapError, match="No space left"):
         hap.save(saved, model)
     with pytest.raises(hap.HapError, match="must be JSON"):
@@ -369,7 +369,7 @@ def test_an_interrupted_save_leaves_the_old_file(saved: Path, monkeypatch: pytes
     def stopped(tensors: Any, path: Any, metadata: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hap.checkpoint.save_file", stopped)
+    monkeypatch.setattr("hap.io.checkpoint.save_file", stopped)
     with pytest.raises(KeyboardInterrupt):
         hap.save(saved, model)
     assert saved.read_bytes() == old and len(list(saved.parent.iterdir())) == 1
@@ -402,7 +402,7 @@ def test_a_disk_that_fails_halfway_leaves_the_model(saved: Path, monkeypatch: py
     model = fresh("residual")
     before = snapshot(model)
     opened = checkpoint._opened
-    monkeypatch.setattr("hap.checkpoint._opened", lambda path: Failing(opened(path)))
+    monkeypatch.setattr("hap.io.checkpoint._opened", lambda path: Failing(opened(path)))
     with pytest.raises((hap.HapError, OSError)):
         hap.load(saved, model)
     assert_unchanged(model, before)

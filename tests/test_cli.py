@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import hap
 from hap.cli import app
-from hap.experiments import forget, read_config
 from hap.training.report import Report
+from hap.workflow import forget, read_config
 
 ROOT = Path(__file__).parents[1]
 TINY = """
@@ -219,7 +219,7 @@ def test_export_to_onnx_gives_equal_outputs(pruned: Path, tmp_path: Path) -> Non
 
 def test_prune_to_a_share_of_the_time(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RUNS", "MOST_RUNS"):
-        monkeypatch.setattr(hap.timed_planning, name, 5)
+        monkeypatch.setattr(hap.pruning.plan_for_latency, name, 5)
     out = tmp_path / "fast.safetensors"
     said = ok(
         "prune", dense, "--latency", 0.85, "--batch", 64, "--threads", 1, "--criterion", "magnitude", "--out", out

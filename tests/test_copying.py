@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from hap.copying import LARGE, apart, cloned, deepcopied
+from hap.execution.fast_copy import LARGE, apart, cloned, deepcopied
 
 
 class Odd(nn.Module):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.cost import CostModel
-from hap.counting import Counter, _may_multiply, _recurrent
-from hap.timed_planning import _Search
+from hap.planning.cost import CostModel
+from hap.planning.mac_counter import Counter, _may_multiply, _recurrent
+from hap.pruning.plan_for_latency import _Search
 
 
 class Applied(nn.Module):

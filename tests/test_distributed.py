@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import hap
 from cases import CASES
-from hap import distributed
 from hap.cli import app
 from hap.scoring import gauss_newton
+from hap.utils import distributed
 
 CRITERIA = {
     "exact": hap.HessianTrace(method="exact"),

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap import distributed
-from hap.comparing import example_in_float64
-from hap.examples import call_arguments, describe
+from hap.execution.calling import call_arguments, describe
+from hap.execution.compare_outputs import example_in_float64
+from hap.utils import distributed
 from huggingface import library, small
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import hap
 from cases import CASES
 from checks import assert_unchanged, check_cost, gap, random_plan, run, snapshot, traced
-from hap import exporting
+from hap.io import export
 from huggingface import library, small
 
 
@@ -369,8 +369,8 @@ def test_several_clamps_of_one_value(tmp_path: Path) -> None:
     model, example = Clamped().eval(), torch.randn(2, 4)
     path = hap.export(tmp_path / "a.onnx", model, example)
     assert gap(run(model, example), onnx_outputs(path, example)) <= 1e-5
-    graph = exporting.capture(model, example).graph
-    assert {exporting.CLAMP, exporting.TYPE_AS} <= {node.target for node in graph.nodes}
+    graph = export.capture(model, example).graph
+    assert {export.CLAMP, export.TYPE_AS} <= {node.target for node in graph.nodes}
 
 
 class Biased(nn.Module):

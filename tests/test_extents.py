@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.capturing import capture
-from hap.extents import extent
-from hap.rules import short_name
+from hap.graph.broadcast_axes import extent
+from hap.graph.capture import capture
+from hap.graph.nodes import short_name
 
 WIDTH, HEADS = 16, 4
 

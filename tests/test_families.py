@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import hap
-from hap.examples import run
-from hap.experiments.zoo_models import build
-from hap.experiments.zoo_ours import exported
-from hap.parts import parts
+from hap.execution.calling import run
+from hap.graph.partition import parts
+from hap_reproduction.zoo_sweep.models import build
+from hap_reproduction.zoo_sweep.ours import exported
 
 IMAGES = {
     "tv:alexnet": 96,  # flattened features

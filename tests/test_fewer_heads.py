@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap import checking
-from hap.fewer_heads import FewerHeads
+from hap.surgery.multihead_attention import FewerHeads
+from hap.verification import verify
 
 WIDTH, HEADS, TOKENS = 16, 4, 6
 
@@ -122,7 +122,7 @@ def test_attention_is_run_unwatched_as_long_as_it_may_be_fused(
     model, example = Mixing().eval(), torch.randn(2, 5, WIDTH)
     plan = hap.draft(hap.trace(model, example), {group: [1]})
     watched: list[bool] = []
-    outputs = checking.outputs
-    monkeypatch.setattr(checking, "outputs", lambda *a, **k: watched.append(k.get("watched", True)) or outputs(*a, **k))
+    outputs = verify.outputs
+    monkeypatch.setattr(verify, "outputs", lambda *a, **k: watched.append(k.get("watched", True)) or outputs(*a, **k))
     hap.apply_(model, plan, example)
     assert watched.count(True) == 2 and watched.count(False) == times

@@ -22,9 +22,9 @@ import hap
 from cases import CASES
 from checks import gap, reference, run
 from exact import full_hessian
-from hap.blocks import units_of
-from hap.groups import Groups
-from hap.scoring.heads import owned
+from hap.groups.groups import Groups
+from hap.groups.transformer_blocks import units_of
+from hap.scoring.over_all_slices import owned
 from huggingface import HEADS, HIDDEN, LAYERS, SETTINGS, library, small
 
 

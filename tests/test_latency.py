@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from checks import assert_unchanged, run, snapshot
-from hap.latency import Latency, Stopwatch
+from hap.pruning.latency import Latency, Stopwatch
 
-timing = importlib.import_module("hap.latency")  # hap.latency is the function
+timing = importlib.import_module("hap.pruning.latency")  # hap.latency is the function
 
 
 def small() -> tuple[nn.Module, Tensor]:
@@ -135,7 +135,9 @@ def affine(model: nn.Module, example: Tensor) -> float:
     return macs(model, example) + 500_000
 
 
-def found_for(model: nn.Module, example: Tensor, latency: float, **options: Any) -> hap.timed_planning.TimedPlan:
+def found_for(
+    model: nn.Module, example: Tensor, latency: float, **options: Any
+) -> hap.pruning.plan_for_latency.TimedPlan:
     groups = hap.trace(model, example)
     scores = hap.score(model, groups, None, None, "magnitude")
     return hap.plan_for_latency(model, groups, scores, example, hap.Budget(latency=latency), **options)
@@ -209,7 +211,7 @@ def test_a_plan_alone_cannot_meet_a_budget_of_time() -> None:
 def test_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the real clock: no promise of figures, but of a smaller network that works."""
     for name in ("RUNS", "MOST_RUNS"):
-        monkeypatch.setattr(hap.timed_planning, name, 5)
+        monkeypatch.setattr(hap.pruning.plan_for_latency, name, 5)
     model, example = small()
     plan = hap.prune_(model, torch.cat([example] * 16), criterion="magnitude", latency=0.8, threads=1)
     assert plan.after.macs < plan.before.macs

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap import rounds, trials
-from hap.capturing import Asked, exporting
-from hap.groups import Length
-from hap.missing import Calls, Without
+from hap.graph.capture import Asked, exporting
+from hap.groups.types import Length
+from hap.trials import removal_rounds, search
+from hap.trials.attribute_need import Calls, Without
 from test_trials import Heads, Hidden, counting, example, followers
 
 NO_CLASSES = torch.zeros(0, dtype=torch.int64).numpy()
@@ -127,8 +127,8 @@ def test_a_number_that_is_alike_by_chance_does_not_follow(kind: type[Windowed]) 
 
 
 def test_modules_that_miss_an_attribute_spare_a_run_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "SMALL_MODEL", 0)
-    runs = counting(monkeypatch, trials, "check_by_running")
+    monkeypatch.setattr(removal_rounds, "SMALL_MODEL", 0)
+    runs = counting(monkeypatch, search, "check_by_running")
     model = nn.Sequential(Heads(6), Hidden(), nn.Linear(24, 5)).double()
     assert followers(hap.trace(model, example())) == {("0", "heads")}
     assert len(runs) == 2  # one for each round
@@ -169,7 +169,7 @@ class Passing(Asking):
 )
 def test_the_way_of_export_is_tried_if_the_model_asks(kind: type[Heads], more: set[Any], monkeypatch: Any) -> None:
     model = nn.Sequential(kind(6), Hidden(), nn.Linear(24, 5)).double()
-    ways = counting(monkeypatch, trials.Trial, "_fits_in_export")
+    ways = counting(monkeypatch, search.Trial, "_fits_in_export")
     assert followers(hap.trace(model, example())) == {("0", "heads")} | more
     assert bool(ways) is bool(more)
 
@@ -187,18 +187,18 @@ def test_hooks_do_not_count_as_asking() -> None:
 def test_heavy_models_are_tried_once_with_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Heads(6), Hidden(), Hidden(), nn.Linear(24, 5)).double()
     light = hap.trace(model, example())
-    monkeypatch.setattr(trials, "HEAVY_MODEL", 0)
-    tried: list[rounds.Removal] = []
-    removals = trials.rounds_of
+    monkeypatch.setattr(search, "HEAVY_MODEL", 0)
+    tried: list[removal_rounds.Removal] = []
+    removals = search.rounds_of
 
-    def noting(*args: Any) -> list[rounds.Removal]:
+    def noting(*args: Any) -> list[removal_rounds.Removal]:
         return tried.extend(found := removals(*args)) or found
 
-    monkeypatch.setattr(trials, "HEAVY_UNITS", 0)
-    monkeypatch.setattr(trials, "rounds_of", noting)
+    monkeypatch.setattr(search, "HEAVY_UNITS", 0)
+    monkeypatch.setattr(search, "rounds_of", noting)
     heavy = hap.trace(model, example())
     assert len(tried) == 1
     fewer, more = tried[0]
-    assert 6 - rounds.FEW[1] <= len(fewer["0.qkv"]) <= 6 - rounds.FEW[0]
+    assert 6 - removal_rounds.FEW[1] <= len(fewer["0.qkv"]) <= 6 - removal_rounds.FEW[0]
     assert len(fewer["0.qkv"]) < len(more["0.qkv"]) < 6
     assert followers(heavy) == followers(light) and list(heavy) == list(light)

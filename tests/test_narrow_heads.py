@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from checks import gap, run
-from hap.groups import Groups
-from hap.turning import CLOSE
+from hap.groups.groups import Groups
+from hap.surgery.rotate_heads import CLOSE
 from huggingface import HEADS, LAYERS, WIDTH, small
 
 ROWS = WIDTH // HEADS

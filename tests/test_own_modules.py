@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import hap
 from checks import gap
-from hap.copying import deepcopied, variant
-from hap.examples import describe, imagine
+from hap.execution.calling import describe, imagine
+from hap.execution.fast_copy import deepcopied, variant
 
 
 class Body(nn.Module):

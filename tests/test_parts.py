@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.parts import Noted, _calls, _coarse_calls, captured_parts, captures, may_choose, parts, view_where_it_chooses
+from hap.graph.partition import (
+    Noted,
+    _calls,
+    _coarse_calls,
+    captured_parts,
+    captures,
+    may_choose,
+    parts,
+    view_where_it_chooses,
+)
 
 
 class Detector(nn.Module):
@@ -124,7 +133,7 @@ def test_a_model_whose_code_names_a_choice_is_run_and_not_captured_in_vain(monke
     view = view_where_it_chooses(model, example)
     assert view is not None and view.names == ["backbone"] * 2 + ["head"] * 2
     assert view_where_it_chooses(model, (*example, 1000.0)) is None  # it does not choose there
-    monkeypatch.setattr(hap.pruning, "captured_parts", None)
+    monkeypatch.setattr(hap.pruning.prune, "captured_parts", None)
     with pytest.warns(UserWarning, match="pruned in parts"):
         plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
     count = hap.cost(model, example)
@@ -201,7 +210,7 @@ def test_what_nothing_writes_to_is_noted_without_a_copy() -> None:
 def test_parts_that_fail_are_left_out_without_trying_each(monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = _detector()
     model.head = Branching().double().eval()
-    monkeypatch.setattr(sys.modules["hap.parts"], "captures", None)
+    monkeypatch.setattr(sys.modules["hap.graph.partition"], "captures", None)
     assert parts(model, example).names == ["backbone"] * 2 + ["head.body"] * 4
 
 
@@ -494,7 +503,7 @@ def test_the_same_where_capturing_is_what_shows_it(monkeypatch: pytest.MonkeyPat
     model, x = Many().double().eval(), torch.randn(3, 6, dtype=torch.float64)
     model.body[0] = Reads(6, 12).double()
     assert parts(model, x).names == ["body.2", "body.4", "head"]
-    monkeypatch.setattr(sys.modules["hap.parts"], "MOST_BLAMED", 0)  # each is tried by itself
+    monkeypatch.setattr(sys.modules["hap.graph.partition"], "MOST_BLAMED", 0)  # each is tried by itself
     assert parts(model, x).names == ["body.2", "body.4", "head"]
 
 

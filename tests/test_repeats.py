@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap import tracing
-from hap.groups import Groups
-from hap.repeats import NONE, Repeats
-from hap.trials import Trial
+from hap.groups.groups import Groups
+from hap.tracing import trace
+from hap.trials.repeated_blocks import NONE, Repeats
+from hap.trials.search import Trial
 
 
 class Block(nn.Module):
@@ -48,8 +48,8 @@ def repeats_of(model: nn.Module, example: Tensor, monkeypatch: pytest.MonkeyPatc
         found.append(find(*args))  # type: ignore[arg-type]
         return found[-1]
 
-    find = tracing.find_repeats
-    monkeypatch.setattr(tracing, "find_repeats", noting)
+    find = trace.find_repeats
+    monkeypatch.setattr(trace, "find_repeats", noting)
     groups = hap.trace(model, example)
     return found[0], groups
 

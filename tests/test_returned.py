@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hap
-from hap.comparing import outputs
+from hap.execution.compare_outputs import outputs
 
 
 class Cache:

@@ -62,7 +62,7 @@ def test_the_pruned_graph_is_the_model_with_zeros(units: dict[str, list[int]]) -
     check_cost(graph, plan.after, example)
 
 
-def _kept(groups: hap.groups.Groups, units: dict[str, list[int]]) -> Any:
+def _kept(groups: hap.groups.types.Groups, units: dict[str, list[int]]) -> Any:
     kept = groups.all_kept()
     for name, gone in units.items():
         kept[groups[name].classes[gone]] = False

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from checks import traced
-from hap.scoring import curvature, gauss_newton, memory
-from hap.scoring.base import Problem, samples
-from hap.scoring.memory import Pieces, held_by_graph
+from hap.scoring import gauss_newton, hessian_operator, memory_chunks
+from hap.scoring.base import Problem
+from hap.scoring.batch import samples
+from hap.scoring.memory_chunks import Pieces, held_by_graph
 
 ONE = {
     "exact": hap.HessianTrace(method="exact"),
@@ -59,9 +60,9 @@ def narrow_samples(monkeypatch: pytest.MonkeyPatch, most: int) -> Narrow:
 
 
 def narrow_probes(monkeypatch: pytest.MonkeyPatch, most: int) -> Narrow:
-    work = curvature.Hessian._backward
+    work = hessian_operator.Hessian._backward
     narrow = Narrow(work, most, lambda operator, gradients, vectors: len(next(iter(vectors.values()))))
-    monkeypatch.setattr(curvature.Hessian, "_backward", lambda *args: narrow(*args))
+    monkeypatch.setattr(hessian_operator.Hessian, "_backward", lambda *args: narrow(*args))
     return narrow
 
 
@@ -99,7 +100,7 @@ def test_what_does_not_fit_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 def test_little_free_memory_means_small_pieces(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = score(ONE[method])
     narrow = narrow_probes(monkeypatch, 99) if method == "hutchinson" else narrow_samples(monkeypatch, 99)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory_chunks, "free_bytes", lambda device: 1000)
     assert same(score(ONE[method]), wanted)
     assert set(narrow.asked) == {1}
 
@@ -137,9 +138,9 @@ def test_memory_of_resnet56_is_within_twice_a_training_steps() -> None:
 
 
 def test_free_memory_is_that_of_this_machine() -> None:
-    free = memory.free_bytes(torch.device("cpu"))
+    free = memory_chunks.free_bytes(torch.device("cpu"))
     assert 2**20 < free < 2**50
-    assert memory.budget(torch.device("cpu")) <= 0.6 * free
+    assert memory_chunks.budget(torch.device("cpu")) <= 0.6 * free
 
 
 @pytest.mark.parametrize("name", ONE)

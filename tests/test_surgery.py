@@ -26,10 +26,10 @@ from checks import (
     snapshot,
     traced,
 )
-from hap.cutting import cut_tensors
-from hap.fewer_heads import FewerHeads
-from hap.groups import Groups
-from hap.plans import Cut
+from hap.groups.groups import Groups
+from hap.planning.plan import Cut
+from hap.surgery.cut import cut_tensors
+from hap.surgery.multihead_attention import FewerHeads
 
 SPANNED = ("group_norm_few", "layer_norm_mlp", "layer_norm_without_affine", "rms_norm_mlp", "convnext_block",
            "standardised_weight", "weight_normalised", "spatial_attention")  # fmt: skip

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hap import data as hap_data
-from hap import models, recipes
+from hap import models
 from hap.data import Data, Split
 from hap.errors import HapError
-from hap.files import write_atomic, write_json
-from hap.recipes import Recipe
-from hap.training import evaluate, train, train_many
+from hap.training import evaluate, recipes, train, train_many
+from hap.training.recipes import Recipe
 from hap.training.run import epoch_seed
+from hap.utils.atomic_files import write_atomic, write_json
 
 torch.set_num_threads(1)
 

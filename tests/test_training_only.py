@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hap
-from hap.groups import Groups
-from hap.training_only import _misfits
+from hap.groups.groups import Groups
+from hap.tracing.training_branches import _misfits
 
 LOSS = functional.cross_entropy
 

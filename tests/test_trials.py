@@ -19,10 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap import checking, comparing, rounds, rules, trials, zeros
-from hap.capturing import capture
-from hap.tracing import Tracer
-from hap.zeros import ATTENTION
+from hap.execution import compare_outputs, masked_execution
+from hap.execution.masked_execution import ATTENTION
+from hap.graph.capture import capture
+from hap.tracing.rules import registry
+from hap.tracing.trace import Tracer
+from hap.trials import removal_rounds, search
+from hap.verification import verify
 
 
 class Heads(nn.Module):
@@ -85,7 +88,7 @@ def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_l
 
 def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Heads(6), Hidden(), Heads(6), Hidden()).double()
-    references = counting(monkeypatch, checking, "_masked_outputs")
+    references = counting(monkeypatch, verify, "_masked_outputs")
     groups = hap.trace(model, example())
     assert followers(groups) == {("0", "heads"), ("2", "heads")}
     assert len(references) == 7  # one for each round of a model as small as one of these blocks
@@ -105,8 +108,8 @@ class Idle(Heads):
 @pytest.mark.parametrize("fixed", [False, True])
 def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
     model = nn.Sequential(Idle(6, fixed), Hidden(), nn.Linear(24, 5)).double()
-    monkeypatch.setattr(rounds, "SMALL_MODEL", 0)
-    runs = counting(monkeypatch, trials, "check_by_running")
+    monkeypatch.setattr(removal_rounds, "SMALL_MODEL", 0)
+    runs = counting(monkeypatch, search, "check_by_running")
     groups = hap.trace(model, example())
     assert followers(groups) == (set() if fixed else {("0", "heads")})
     assert len(runs) == (5 if fixed else 3)  # 9, and 35 with a fixed number, if all choices among the five are tried
@@ -114,8 +117,8 @@ def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed:
 
 
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(comparing.TOLERANCE, torch.float32, 0.0)
-    doubled = counting(monkeypatch, trials, "in_float64")
+    monkeypatch.setitem(compare_outputs.TOLERANCE, torch.float32, 0.0)
+    doubled = counting(monkeypatch, search, "in_float64")
     model = nn.Sequential(Heads(6), Hidden(), Heads(6))
     groups = hap.trace(model, example().float())
     assert len(doubled) == 1
@@ -173,7 +176,7 @@ def test_weights_of_next_to_nothing_do_not_hide_what_comes_before_them(scale: fl
 
 
 def test_what_is_far_off_is_not_run_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubled = counting(monkeypatch, checking, "in_float64")
+    doubled = counting(monkeypatch, verify, "in_float64")
     model, x = nn.Sequential(nn.Linear(8, 8), Windowed(), nn.Linear(8, 5)), torch.randn(1, 12, 8)
     assert followers(hap.trace(model, x, ignore=["0", "1.out"])) == {("1", "heads"), ("1", "width")}
     assert not doubled
@@ -348,7 +351,7 @@ class Attentions(TorchFunctionMode):
 
 def test_no_kernel_of_attention_gets_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some divide by their number, which ends the process."""
-    refused = counting(monkeypatch, zeros, "HapError")
+    refused = counting(monkeypatch, masked_execution, "HapError")
     with Attentions() as called:
         groups = hap.trace(Sliced().double(), example())
     assert refused and called.keys and not any(0 in shape for shape in called.keys)
@@ -468,7 +471,7 @@ def test_blocks_may_hold_functions_that_hold_themselves() -> None:
 
 def test_labels_of_heads_in_windows_are_not_written_out_over_tokens() -> None:
     labels = torch.arange(1, 5).view(1, 1, 4, 1, 1)  # (3, windows, heads, tokens, width)
-    reshaped = rules._reshaped(labels, [3, 25, 4, 196, 64], [3, 100, 196, 64])
+    reshaped = registry._reshaped(labels, [3, 25, 4, 196, 64], [3, 100, 196, 64])
     assert reshaped.shape == (1, 100, 1, 1)
     assert torch.equal(reshaped.flatten(), torch.arange(1, 5).repeat(25))
     whole = labels.expand(3, 25, 4, 196, 64).reshape(3, 100, 196, 64)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import hap
 from cases import CASES
-from hap.groups import Frozen
-from hap.untouched import share_untouched, untouched_in_words
+from hap.groups.types import Frozen
+from hap.groups.unprunable_summary import share_untouched, untouched_in_words
 
 
 class Recurrent(nn.Module):

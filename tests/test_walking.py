@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hap.walking import every_module, named_tensors, set_mode
+from hap.utils.module_tree import every_module, named_tensors, set_mode
 
 
 class Telling(nn.Linear):

@@ -8,23 +8,26 @@ hap.train(model, data, recipe)
 hap.save("pruned.safetensors", model, plan)
 """
 
-from hap import data, models, recipes, rules, zoo
-from hap.block_pruning import plan_blocks, prune_blocks_
-from hap.blocks import heads, mlps, only
-from hap.checkpoint import load, read, save
-from hap.compensation import compensate_
-from hap.cost import cost
+from hap import data, models
 from hap.errors import HapError
-from hap.exporting import export
+from hap.graph.partition import parts
+from hap.groups.transformer_blocks import heads, mlps, only
 from hap.implants import DepthwiseSeparable, Implant, LowRank, NarrowHeads, Pointwise, SpatialLowRank
-from hap.latency import compare_latency, latency
-from hap.narrowing import narrowable
-from hap.parts import parts
-from hap.planning import Budget, Limits, plan
-from hap.plans import Plan, draft
-from hap.pruning import prune_
-from hap.recipes import Recipe
-from hap.rewriting import rewrite
+from hap.io.checkpoint import load, read, save
+from hap.io.export import export
+from hap.models import pretrained as zoo
+from hap.planning.assemble import draft
+from hap.planning.budget import Budget, Limits
+from hap.planning.cost import cost
+from hap.planning.plan import Plan
+from hap.planning.search import plan
+from hap.pruning.apply import apply_
+from hap.pruning.compensate import compensate_
+from hap.pruning.latency import compare_latency, latency
+from hap.pruning.narrowable_heads import narrowable
+from hap.pruning.plan_for_latency import plan_for_latency
+from hap.pruning.prune import prune_
+from hap.pruning.prune_blocks import plan_blocks, prune_blocks_
 from hap.scoring import (
     L1,
     OBD,
@@ -44,10 +47,11 @@ from hap.scoring import (
     Whole,
     score,
 )  # fmt: skip
-from hap.surgery import apply_
-from hap.timed_planning import plan_for_latency
-from hap.tracing import trace
-from hap.training import evaluate, train
+from hap.tracing import rules
+from hap.tracing.rewrite import rewrite
+from hap.tracing.trace import trace
+from hap.training import evaluate, recipes, train
+from hap.training.recipes import Recipe
 
 __version__ = "0.1.0"
 

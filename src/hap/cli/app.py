@@ -9,10 +9,10 @@ import typer
 from typer.core import TyperGroup
 
 import hap
-from hap import distributed
 from hap.cli.screen import error_line
 from hap.cli.wording import in_words_of
 from hap.errors import HapError
+from hap.utils import distributed
 
 
 class Commands(TyperGroup):

@@ -10,12 +10,12 @@ import typer
 
 from hap.cli.options import Device, Seed, allow_local_modules, check_out
 from hap.cli.screen import Screen, out, resumable, table, working, wrote
-from hap.experiments import Experiment, Result, demo_experiment, forget, read_config
-from hap.experiments import run as run_experiment
-from hap.experiments.demo import OUT
-from hap.experiments.networks import pick_device
 from hap.report import write_report
 from hap.report.summary import Row, summarise
+from hap.workflow import Experiment, Result, demo_experiment, forget, read_config
+from hap.workflow import run as run_experiment
+from hap.workflow.demo import OUT
+from hap.workflow.networks import pick_device
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
 AGAIN = "the same command goes on where it stopped"

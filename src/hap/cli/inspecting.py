@@ -15,7 +15,7 @@ from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved,
 from hap.cli.screen import out as screen
 from hap.cli.screen import percent, plan_table, say, share, table, working, wrote
 from hap.errors import HapError
-from hap.experiments.networks import checkpoint_path, load_data, measure, stored_example
+from hap.workflow.networks import checkpoint_path, load_data, measure, stored_example
 
 
 def evaluate(

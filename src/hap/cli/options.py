@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from hap.checkpoint import Checkpoint
 from hap.cli.screen import working
 from hap.data import Data
 from hap.errors import HapError
-from hap.experiments.networks import check_reads, load_data, open_checkpoint, pick_device, stored_data
-from hap.files import write_atomic
-from hap.latency import BACKENDS
+from hap.io.checkpoint import Checkpoint
+from hap.pruning.latency import BACKENDS
 from hap.scoring import CRITERIA
+from hap.utils.atomic_files import write_atomic
+from hap.workflow.networks import check_reads, load_data, open_checkpoint, pick_device, stored_data
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
 Model = Annotated[

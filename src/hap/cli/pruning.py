@@ -12,7 +12,6 @@ import typer
 from torch import nn
 
 import hap
-from hap import distributed
 from hap.cli.options import (
     Backend,
     Calibration,
@@ -36,19 +35,20 @@ from hap.cli.options import (
 )
 from hap.cli.screen import error_line, percent, plan_table, say, share, table, working, wrote
 from hap.cli.screen import out as screen
-from hap.cost import Count
 from hap.data import Data
 from hap.errors import HapError
-from hap.experiments.config import PruneStep
-from hap.experiments.networks import about, example_of
-from hap.experiments.results import read_json
-from hap.experiments.run import digest
-from hap.experiments.steps import carry_out, fewer, prune_step, score_step
-from hap.files import write_json
-from hap.groups import Groups
-from hap.plans import Plan
+from hap.groups.groups import Groups
+from hap.planning.cost import Count
+from hap.planning.plan import Plan
+from hap.pruning.plan_for_latency import TimedPlan
 from hap.scoring import Scores
-from hap.timed_planning import TimedPlan
+from hap.utils import distributed
+from hap.utils.atomic_files import write_json
+from hap.workflow.config import PruneStep
+from hap.workflow.networks import about, example_of
+from hap.workflow.results import read_json
+from hap.workflow.run import digest
+from hap.workflow.steps import carry_out, fewer, prune_step, score_step
 
 KIND = "hap-scores"
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hap import distributed
-from hap.experiments.run import Console as Silent
-from hap.plans import Plan
+from hap.planning.plan import Plan
+from hap.utils import distributed
+from hap.workflow.run import Console as Silent
 
 
 def out() -> Console:

@@ -11,7 +11,7 @@ import typer
 from torch import nn
 
 import hap
-from hap import distributed, models, recipes
+from hap import models
 from hap.cli.options import (
     DataRoot,
     DataSpec,
@@ -28,10 +28,12 @@ from hap.cli.options import (
 from hap.cli.screen import percent, resumable, say, working, wrote
 from hap.data import Data
 from hap.errors import HapError
-from hap.experiments.config import DISTILL
-from hap.experiments.networks import about, check_reads, example_of, fresh, load_data, pick_device
-from hap.plans import Plan
-from hap.recipes import Recipe
+from hap.planning.plan import Plan
+from hap.training import recipes
+from hap.training.recipes import Recipe
+from hap.utils import distributed
+from hap.workflow.config import DISTILL
+from hap.workflow.networks import about, check_reads, example_of, fresh, load_data, pick_device
 
 RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]

@@ -9,7 +9,7 @@ from typing import Any
 
 from hap.errors import HapError
 from hap.implants.base import ChannelImplant, Implant, ImplantModule
-from hap.implants.heads import NarrowHeads
+from hap.implants.narrow_heads import NarrowHeads
 from hap.implants.pointwise import LowRank, Pointwise
 from hap.implants.separable import DepthwiseSeparable
 from hap.implants.spatial import SpatialLowRank

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.groups import Bools, Groups, Site
+from hap.groups.groups import Groups
+from hap.groups.types import Bools, Site
 
 
 class ImplantModule(nn.Module, ABC):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hap.groups import Site
+from hap.groups.types import Site
 from hap.implants.base import ChannelImplant, ImplantModule
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.groups import Site
+from hap.groups.types import Site
 from hap.implants.base import ChannelImplant, ImplantModule
 
 

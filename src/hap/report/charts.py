@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hap.experiments.results import Result
 from hap.report.style import ACCENT, DENSE, GRID, IMPLANT, INK, LOST, MUTED, SERIES, Figure, new_figure, styled
 from hap.report.summary import Row
+from hap.workflow.results import Result
 
 FATES = {"kept": ACCENT, "implanted": IMPLANT, "removed": LOST}
 

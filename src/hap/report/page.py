@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hap.errors import HapError
-from hap.experiments.results import KIND, Result, read_records, read_results
-from hap.files import write_atomic
 from hap.report.summary import Row, summarise
+from hap.utils.atomic_files import write_atomic
+from hap.workflow.results import KIND, Result, read_records, read_results
 
 
 def write_report(folder: str | Path, out: str | Path, png: str | Path | None = None) -> None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hap.experiments.results import Result
+from hap.workflow.results import Result
 
 
 @dataclass(frozen=True)

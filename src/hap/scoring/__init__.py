@@ -10,15 +10,18 @@ import torch
 from torch import nn
 
 from hap.errors import HapError
-from hap.given import check_finite, outside_inference
-from hap.groups import Groups
-from hap.scoring.base import Criterion, Loss, Problem, Scores
-from hap.scoring.gates import GateCurvature
-from hap.scoring.gradients import OBD, DiagonalFisher, Taylor
-from hap.scoring.heads import GateGradient, JointTrace, Whole
-from hap.scoring.hessian import HessianTrace
-from hap.scoring.simple import L1, BNScale, GeometricMedian, Magnitude, Random
-from hap.untouched import nothing_in_words
+from hap.execution.input_checks import check_finite, outside_inference
+from hap.groups.groups import Groups
+from hap.groups.unprunable_summary import nothing_in_words
+from hap.scoring.base import Criterion, Problem, Scores
+from hap.scoring.batch import Loss
+from hap.scoring.gate_curvature import GateCurvature
+from hap.scoring.gate_gradient import GateGradient
+from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
+from hap.scoring.hessian_trace import HessianTrace
+from hap.scoring.joint_trace import JointTrace
+from hap.scoring.over_all_slices import Whole
+from hap.scoring.weight_baselines import L1, BNScale, GeometricMedian, Magnitude, Random
 
 __all__ = [
     "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GateCurvature", "GateGradient",

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from hap import distributed
-from hap.calibration import pairs
 from hap.errors import HapError
-from hap.examples import call_arguments, call_with, copied
-from hap.groups import Group, Groups, Producer
-from hap.recurrent import differentiable
-
-Loss = Callable[[Any, Any], Tensor]
-Batch = tuple[Any, Any]
+from hap.execution.calibration import pairs
+from hap.execution.calling import call_arguments, call_with, copied
+from hap.execution.double_backward import differentiable
+from hap.groups.groups import Groups
+from hap.groups.types import Group, Producer
+from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, Loss, samples
+from hap.scoring.input_checks import check_labels, draws_when_scored, in_words, is_per_sample, told
+from hap.utils import distributed
 
 PIECE = 1 << 18
 """How many weights are copied to float64 at a time: as many as a processor's cache holds."""
-
-BATCH_FIRST = (
-    "This criterion looks at each sample by itself and expects batch first, (samples, tokens, ...), and samples that "
-    "do not see each other. Wrap a model that has tokens first; for one that looks across its batch, use a criterion "
-    "that takes a batch as a whole, such as Taylor."
-)
-DETACHED = (
-    "the loss has no gradient, or none but zeros; this criterion needs one that autograd can follow from the weights "
-    "on. Leave out what keeps it from that in the loss or the model, such as detach(), item(), no_grad() or "
-    "inference_mode()"
-)
 
 
 class Scores(dict[str, Tensor]):
@@ -83,7 +68,7 @@ class Problem:
         """The calibration batches, checked, on the model's device."""
         if self.given is None or self.loss is None:
             raise HapError("this criterion needs data: pass batches, an iterable of (input, target), and a loss")
-        if (bad := _unsteady(self.model)) is not None:
+        if (bad := draws_when_scored(self.model)) is not None:
             raise HapError(f"{bad} is in training mode, so scores would depend on the batch; call model.eval() first")
         return list(pairs(self.given, next(iter(self.model.parameters())).device))
 
@@ -98,10 +83,12 @@ class Problem:
         args, kwargs = copied(call_arguments(batch[0]))
         with told("the model or the loss fails on a calibration batch"):
             output = self.call(weights, args, kwargs)
-            _check_labels(output, batch[1], self.loss)
+            check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise HapError(f"the loss returns {_seen(loss)}; expected a tensor with one value, the mean over the batch")
+            raise HapError(
+                f"the loss returns {in_words(loss)}; expected a tensor with one value, the mean over the batch"
+            )
         if not torch.isfinite(loss):
             raise HapError(f"the loss is {loss.item()} on a calibration batch; check the model's weights and the data")
         if torch.is_grad_enabled() and any(w.requires_grad for w in weights.values()) and not loss.requires_grad:
@@ -170,72 +157,6 @@ def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
     return out.index_add_(-1, unit, values.double().index_select(-1, owned))
 
 
-def samples(batch: Batch) -> int:
-    """How many samples a batch holds: the length of its first tensor."""
-    first = next((t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), None)
-    return len(first) if first is not None else 1
-
-
-@contextmanager
-def told(what: str, advice: str = "") -> Iterator[None]:
-    """What a user's code raises inside, as a HapError with its reason."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if isinstance(error, HapError | torch.OutOfMemoryError):
-            raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HapError(f"{what}: {reason}{advice}") from error
-
-
-def is_per_sample(value: Any, count: int) -> bool:
-    """Whether this has one index for each of so many samples on its first axis."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
-
-
-def check_steady(batches: Iterable[Batch]) -> None:
-    """Refuse inputs that are as long as some batches and not as others: shared ones, taken for one index per sample.
-
-    In a batch of one sample nothing needs to be told apart.
-    """
-    first: dict[str, bool] = {}
-    for batch in batches:
-        if (count := samples(batch)) == 1:
-            continue
-        for path, value in pytree.tree_flatten_with_path(batch)[0]:
-            if not isinstance(value, Tensor):
-                continue
-            name, own = f"batch{pytree.keystr(path)}", is_per_sample(value, count)
-            if own != first.setdefault(name, own):
-                raise HapError(
-                    f"{name} has shape {tuple(value.shape)} in a batch of {count} samples, so that it would "
-                    f"{'' if own else 'not '}hold one index per sample, other than in batches before. Make all batches "
-                    "alike, and of another size than an input that all samples share."
-                )
-
-
-def check_targets(batch: Batch) -> None:
-    """Criteria that tell samples apart take the first axis of all inputs for that of the samples."""
-    count, target = samples(batch), batch[1]
-    if isinstance(target, Tensor) and target.ndim and len(target) != count:
-        raise HapError(
-            f"the first axis of a batch's inputs has length {count}, that of its target {len(target)}. {BATCH_FIRST}"
-        )
-
-
-def check_alone(whole: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> None:
-    """Refuse a model whose first axis is not that of the samples: with as many tokens as samples, sizes do not tell.
-
-    `whole` holds what was seen of a batch, `alone` the same of its last sample by itself. A first token would not do:
-    in a causal model it is the same alone.
-    """
-    for what, rows in whole.items():
-        row, seen = rows[-1:].detach().double(), alone.get(what)
-        slack = 0.25 if rows.dtype in (torch.float16, torch.bfloat16) else 0.1
-        if seen is None or seen.shape != row.shape or (seen - row).norm() > slack * row.norm():
-            raise HapError(f"{what} is not the same for the last sample alone and in its batch. {BATCH_FIRST}")
-
-
 @dataclass(frozen=True)
 class Criterion(ABC):
     """How much the loss is expected to rise when a unit goes. Low scores go first."""
@@ -247,34 +168,3 @@ class Criterion(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | json.loads(json.dumps(asdict(self)))
-
-
-def _unsteady(model: nn.Module) -> str | None:
-    """The first module whose output in training mode depends on chance or on the rest of the batch."""
-    for name, module in model.named_modules():
-        if (
-            module.training
-            and isinstance(module, _NormBase)
-            and (module.track_running_stats or isinstance(module, _BatchNorm))
-        ):
-            return f"{name or 'the model'} ({type(module).__name__})"
-        if module.training and isinstance(module, _DropoutNd) and module.p > 0:
-            return f"{name or 'the model'} ({type(module).__name__})"
-    return None
-
-
-def _check_labels(output: Any, target: Any, loss: Loss) -> None:
-    """Class labels out of range crash a GPU for good, so they are looked at first."""
-    classification = loss in (F.cross_entropy, F.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-    if not (classification and isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
-        return
-    classes = output.shape[1] if output.ndim > 1 else output.shape[0]
-    bad = target[(target != getattr(loss, "ignore_index", -100)) & ((target < 0) | (target >= classes))]
-    if bad.numel():
-        raise HapError(
-            f"label {int(bad[0])} is out of range: the model has {classes} outputs, so labels end at {classes - 1}"
-        )
-
-
-def _seen(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hap.scoring.curvature import Hessian
+from hap.scoring.hessian_operator import Hessian
 
 Tensors = dict[str, Tensor]
 

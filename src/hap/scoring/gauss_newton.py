@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap import distributed
 from hap.scoring.affine import affine_norms
-from hap.scoring.base import Batch, Problem, samples
-from hap.scoring.memory import CPU_GRADIENTS, Pieces, budget, held_by_graph
+from hap.scoring.base import Problem
+from hap.scoring.batch import Batch, samples
+from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.scoring.outputs import OutputCurvature, output_curvature
 from hap.scoring.row_norms import RowNorms
+from hap.utils import distributed
 
 SURVEYED = 8
 """Samples that are run to see whether and how the traces can be taken."""
@@ -148,7 +149,7 @@ def over_samples(problem: Problem, found: Survey, sizes: dict[str, int], piece: 
         curvature = output_curvature(problem, _outputs(problem, batch, pieces), batch)
         if curvature is None:
             continue
-        chosen = _drawn(curvature, draws, generator) if draws else curvature.factors
+        chosen = drawn_traces(curvature, draws, generator) if draws else curvature.factors
 
         def work(part: slice, batch: Batch = batch, chosen: _Vectors = chosen) -> dict[str, Tensor]:
             return piece(cut(batch, part), *chosen(part), vectors)
@@ -163,7 +164,7 @@ def over_samples(problem: Problem, found: Survey, sizes: dict[str, int], piece: 
 _Vectors = Callable[[slice], tuple[Tensor, Tensor]]
 
 
-def _drawn(curvature: OutputCurvature, draws: int, generator: torch.Generator) -> _Vectors:
+def drawn_traces(curvature: OutputCurvature, draws: int, generator: torch.Generator) -> _Vectors:
     """Random vectors, drawn for the whole batch at once so that they do not depend on the size of the pieces."""
     vectors, signs = curvature.draw(draws, generator)
     return lambda part: (vectors[:, part], signs[:, part])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hap.errors import HapError
-from hap.scoring.base import DETACHED, Batch, Problem
+from hap.scoring.base import Problem
+from hap.scoring.batch import DETACHED, Batch
 
 CLOSE = 1e-6
 

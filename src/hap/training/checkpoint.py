@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hap import distributed
 from hap.data import Data
 from hap.errors import HapError
-from hap.files import write_atomic
 from hap.training.run import History, Run
+from hap.utils import distributed
+from hap.utils.atomic_files import write_atomic
 
 FORMAT = "hap-training-1"
 STATE = "training.safetensors"

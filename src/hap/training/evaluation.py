@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hap.data import Batch, Data
 from hap.errors import HapError
-from hap.examples import evaluating
+from hap.execution.calling import evaluating
 
 
 @dataclass(frozen=True)

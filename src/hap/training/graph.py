@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hap.errors import HapError
-from hap.garbage import left_for_later
+from hap.utils.gc_pause import left_for_later
 
 Step = Callable[[], None]
 

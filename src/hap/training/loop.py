@@ -2,27 +2,28 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from hap import distributed
 from hap.data import Data
 from hap.errors import HapError
-from hap.examples import evaluating
-from hap.recipes import Recipe
+from hap.execution.calling import evaluating
 from hap.training.checkpoint import STATE, Checkpoint
 from hap.training.evaluation import device_of, evaluate
 from hap.training.graph import Captured, Step, in_turn
+from hap.training.recipes import Recipe
 from hap.training.report import Report
 from hap.training.run import History, Run, epoch_seed
-from hap.training.stacking import stacked_runs
 from hap.training.update import Masks, Update, lay_out
+from hap.utils import distributed
 
+UpdatesOf = Callable[[Sequence[Run]], AbstractContextManager[Sequence[Update]]]
+"""How runs are carried out: a context manager, inside which the updates that it yields take the steps of all runs."""
 STEPS_BETWEEN_CHECKS = 200
 """How many steps may run before the loss is looked at, which waits for the device."""
 
@@ -73,8 +74,7 @@ def train_many(
     log_dir: str | Path | None = None,
     progress: bool = True,
     graphs: bool = True,
-    stack: int = 1,
-    compiled: bool = False,
+    updates_of: UpdatesOf | None = None,
 ) -> list[History]:
     """Train independent models side by side on one device, each as `train` would alone but for what dropout draws.
 
@@ -83,18 +83,14 @@ def train_many(
     file in `checkpoint_dir`. With `seconds`, training ends, its checkpoint written, after the last epoch expected to
     fit (but after one at least), and the same call goes on from there; `History.epochs` tells.
 
-    Up to `stack` models that differ in their weights alone, and whose recipes differ in the seed alone, run as one
-    network with grouped convolutions, which a GPU does faster. It takes networks whose tensors are those of Conv2d,
-    BatchNorm2d and Linear, without hooks; others run as they are. `compiled` compiles stacks and nothing else.
-    `History.stack` and `History.compiled` tell what was done.
+    `updates_of` may carry out several runs as one update, such as one network that stands for several models. It gets
+    all runs and returns a context manager, inside which its updates take the steps. `None`: each run by itself.
     """
-    if stack < 1:
-        raise HapError(f"stack is {stack}; expected how many models may run as one network, 1 for none")
     path = None if checkpoint_dir is None else Path(checkpoint_dir) / STATE
     given: list[nn.Module | None] = [None] * len(models) if teachers is None else list(teachers)
     held: list[Masks | None] = [None] * len(models) if masks is None else list(masks)
     own = list(models), data, list(recipes), given, held
-    return _train(*own, path, log_dir, seconds, progress, graphs, stack, compiled)
+    return _train(*own, path, log_dir, seconds, progress, graphs, updates_of)
 
 
 def _train(
@@ -108,8 +104,7 @@ def _train(
     seconds: float | None,
     progress: bool,
     graphs: bool,
-    stacks: int = 1,
-    compiled: bool = False,
+    updates_of: UpdatesOf | None = None,
 ) -> list[History]:
     begun = time.monotonic()
     device = _check(models, data, recipes, teachers)
@@ -123,7 +118,9 @@ def _train(
             for model, recipe, teacher, mask in zip(models, recipes, teachers, masks, strict=True)
         ]
         together = distributed.processes() > 1
-        updates = stack.enter_context(stacked_runs(runs, 1 if together else stacks, compiled))
+        updates: Sequence[Update] = runs
+        if updates_of is not None and not together:
+            updates = stack.enter_context(updates_of(runs))
         checkpoint = Checkpoint(checkpoint_path, runs, data)
         first, epochs = distributed.agree(checkpoint.restore(), "the epoch to go on from"), recipes[0].epochs
         _check_weights(runs)

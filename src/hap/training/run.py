@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hap import distributed
 from hap.data import Batch, Data
 from hap.errors import HapError
-from hap.recipes import Recipe
+from hap.training.recipes import Recipe
 from hap.training.update import Masks, Update
+from hap.utils import distributed
 
 
 @dataclass

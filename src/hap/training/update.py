@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hap.recipes import Recipe
+from hap.training.recipes import Recipe
 
 Masks = Mapping[str, Tensor]
 """By name of a parameter, ones where it trains and zeros where it stays zero. Parameters without one train whole."""

@@ -1,0 +1,1 @@
+"""hap_reproduction"""

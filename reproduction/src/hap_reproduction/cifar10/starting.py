@@ -1,0 +1,105 @@
+"""How a job's network comes about before it is trained: fresh, or pruned from a dense one in one of three ways."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import hap
+from hap.data import Data
+from hap.errors import HapError
+from hap.io.checkpoint import load, read
+from hap.planning.plan import Plan
+from hap.scoring import Scores
+from hap.utils.atomic_files import read_record
+from hap.workflow.config import PruneStep
+from hap.workflow.networks import example_of, fresh
+from hap.workflow.steps import calibration, prune_step, score_step
+from hap_reproduction.cifar10.eigendamage import Ranks, eigendamage_, rebuild_
+
+IMAGES = 512
+"""Training images that every method is given to score on, unless its job says otherwise."""
+
+
+@dataclass(frozen=True)
+class EigenStep:
+    """EigenDamage down to a share of the parameters."""
+
+    name: str
+    params: float
+    criterion: str = "eigendamage"
+
+
+@dataclass(frozen=True)
+class BorrowedStep:
+    """What another library would remove at a share of the FLOPs, as a file in the folder `plans` says."""
+
+    name: str
+    flops: float
+    criterion: str
+
+
+Step = PruneStep | EigenStep | BorrowedStep
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A pruned network with what a checkpoint needs to build it again, and how long scoring took."""
+
+    plan: Plan | None
+    ranks: Ranks | None
+    seconds: float
+
+
+Known = dict[tuple[Any, ...], tuple[Scores, float]]
+"""Scores of one network by what they depend on, and the seconds that they took."""
+
+
+def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES,
+          known: Known | None = None) -> Pruned:  # fmt: skip
+    """Prune in place; a PruneStep scores on so many `images`, unless the scores are `known` already."""
+    begun = time.monotonic()
+    if isinstance(step, EigenStep):
+        batches = calibration(data, model, IMAGES, seed)
+        ranks = eigendamage_(model, example_of(data).to(batches[0][0].device), batches, params=step.params)
+        return Pruned(None, ranks, time.monotonic() - begun)
+    if isinstance(step, BorrowedStep):
+        plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
+        return Pruned(plan, None, time.monotonic() - begun)
+    known = {} if known is None else known
+    key = step.criterion, step.probes, step.coupling, images, seed
+    if key in known:
+        groups = hap.trace(model, example_of(data).to(next(iter(model.parameters())).device), step.coupling)
+    else:
+        groups, scores = score_step(model, data, step, images, seed, lambda _: None)
+        known[key] = scores, time.monotonic() - begun
+    scores, seconds = known[key]
+    return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
+
+
+def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:
+    """Remove from the model, in place, what a file of another library's choices lists by group."""
+    record = read_record(path, ("coupling", "removed"), "make it again with benchmarks/torch_pruning_plans.py")
+    example = example_of(data).to(next(iter(model.parameters())).device)
+    groups = hap.trace(model, example, record["coupling"])
+    plan = hap.draft(groups, record["removed"])
+    if plan.after.macs > flops * plan.before.macs:
+        raise HapError(f"{path} leaves {plan.after.macs / plan.before.macs:.4f} of the FLOPs; expected at most {flops}")
+    hap.apply_(model, plan, example)
+    return plan
+
+
+def describe(step: Step | None) -> dict[str, Any] | None:
+    """The step as a result file keeps it."""
+    return None if step is None else asdict(step)
+
+
+def opened(path: Path, model: str, classes: int) -> nn.Module:
+    """The network of a checkpoint that a job wrote, in the shape that its plan or its ranks say."""
+    network = fresh(model, classes)
+    rebuild_(network, read(path).about.get("ranks") or {})
+    return load(path, network).eval()

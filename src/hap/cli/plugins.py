@@ -1,0 +1,22 @@
+"""Commands that other installed packages add to `hap`, such as `hap reproduce` of the package in reproduction/.
+
+A package names them in its pyproject.toml, each with the function that carries it out:
+
+    [project.entry-points."hap.commands"]
+    reproduce = "hap_reproduction.cli.reproduce:reproduce"
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+import typer
+
+GROUP = "hap.commands"
+"""The entry points that name such commands."""
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of installed packages to the application, in the order of their names."""
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        app.command(entry.name, no_args_is_help=True)(entry.load())

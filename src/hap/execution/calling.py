@@ -1,0 +1,187 @@
+"""Example inputs: how a model is called with them, or with other tensors, and how they are described in a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hap.errors import HapError
+from hap.utils.module_tree import every_module, named_tensors, set_flags, set_mode, switched_by_flag
+from hap.utils.plain_mapping import plain
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode restored after."""
+    modes = [(m, m.training) for m in every_module(model)]
+    set_mode(model, training=False)
+    try:
+        yield
+    finally:
+        _restore(modes)
+
+
+@contextmanager
+def letting_go(model: nn.Module) -> Iterator[None]:
+    """Training mode inside: there modules forget what they have written out for evaluation, such as tables of biases.
+
+    Every module's own mode is restored after, and what is trained.
+    """
+    modes = [(m, m.training) for m in every_module(model)]
+    trained = [(p, p.requires_grad) for p in model.parameters()]
+    set_mode(model, training=True)
+    try:
+        yield
+    finally:
+        _restore(modes)
+        for parameter, flag in trained:
+            parameter.requires_grad_(flag)
+
+
+def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
+    """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
+    if switched_by_flag(module for module, _ in modes):
+        set_flags(modes)
+        return
+    for module, mode in modes:
+        if module.training != mode:
+            module.train(mode)
+    for module, mode in modes:
+        module.training = mode
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Inside, the same random numbers every time; outside, as if none had been drawn."""
+    generators, (states, python, numpy) = _generators(), _random_states()
+    for generator in generators:
+        generator.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def _random_states() -> tuple[list[Tensor], Any, Any]:
+    """What the next random numbers of torch, Python and numpy depend on."""
+    return [generator.get_state() for generator in _generators()], random.getstate(), np.random.get_state()
+
+
+def _random_numbers() -> list[Any]:
+    """The same, to be compared."""
+    torches, python, numpy = _random_states()
+    arrays = [np.asarray(x).tolist() for x in numpy]
+    return [[state.tolist() for state in torches], python, arrays]
+
+
+def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments: a tensor is one argument, a tuple several, a mapping keywords."""
+    if isinstance(example, Mapping):
+        return (), plain(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise HapError(
+        f"example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
+
+
+def copied(inputs: Any) -> Any:
+    """The same with copies of all tensors: a forward may write to what it is given, and that is given again."""
+    made: dict[int, Tensor] = {}  # one that is given twice stays one
+
+    def copy(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = x.clone()
+        return made[id(x)]
+
+    return pytree.tree_map_only(Tensor, copy, inputs)
+
+
+def run(model: nn.Module, example: Any) -> Any:
+    """The model's output on an example, in eval mode and without a graph. Random numbers are the same each time."""
+    with seeded():
+        return _evaluated(model, example)
+
+
+def draws(model: nn.Module, example: Any) -> bool:
+    """Whether the model, as it is evaluated, draws random numbers."""
+    with seeded():
+        before = _random_numbers()
+        _evaluated(model, example)
+        return _random_numbers() != before
+
+
+def _evaluated(model: nn.Module, example: Any) -> Any:
+    args, kwargs = copied(call_arguments(example))
+    with evaluating(model), torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output with these in place of parameters or buffers, by name; what shares one goes on sharing it.
+
+    torch.func.functional_call fills in the other names of a tensor by itself, but a module that has several names is
+    then left with what it was lent. So each place that holds a tensor is named here, once.
+    """
+    own = named_tensors(model)
+    lent = {id(own[name]): tensor for name, tensor in tensors.items()}
+    places = {
+        f"{name}.{leaf}".lstrip("."): tensor
+        for name, module in model.named_modules()
+        for leaf, tensor in {**module._parameters, **module._buffers}.items()
+    }
+    every = {name: lent[id(tensor)] for name, tensor in places.items() if id(tensor) in lent}
+    return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
+
+
+def describe(example: Any) -> Any:
+    """The example without its values, as JSON: enough to make another one like it."""
+    if isinstance(example, Tensor):
+        real = example.is_floating_point() or example.is_complex()
+        below = int(example.max()) + 1 if not real and example.numel() else None
+        return {
+            "shape": list(example.shape),
+            "dtype": str(example.dtype).removeprefix("torch."),
+            "below": below,
+        }
+    if isinstance(example, Mapping):
+        return {"dict": {key: describe(value) for key, value in example.items()}}
+    if isinstance(example, tuple | list):
+        return {"tuple": [describe(value) for value in example]}
+    return {"value": example if isinstance(example, int | float | str | None) else None}
+
+
+def imagine(description: Any, device: torch.device | None = None) -> Any:
+    """An example that fits a description: normal numbers, or integers below the largest one seen. Seeded."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(d: dict[str, Any]) -> Any:
+        if "shape" in d:
+            dtype = getattr(torch, d["dtype"])
+            if d["below"] is None:
+                wide = torch.complex64 if dtype.is_complex else torch.float32
+                return torch.randn(d["shape"], generator=generator, dtype=wide).to(device, dtype)
+            return torch.randint(0, max(d["below"], 1), d["shape"], generator=generator).to(device, dtype)
+        if "dict" in d:
+            return {key: make(value) for key, value in d["dict"].items()}
+        return tuple(make(value) for value in d["tuple"]) if "tuple" in d else d["value"]
+
+    return make(description)

@@ -1,0 +1,117 @@
+"""Whether two models return the same on an example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hap.execution.calling import run
+from hap.execution.fast_copy import deepcopied, variant
+from hap.execution.masked_execution import NoEmptyHeads
+from hap.execution.model_outputs import known
+from hap.execution.sampled_convolution import Coarse
+from hap.utils.plain_mapping import plain
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far outputs may be off by rounding, relative to the largest."""
+SEVERAL, MOST_ROUNDING = 4.0, 1e-3
+"""Rounding that was measured may be so many times larger in another order of sums, and is never more than this."""
+VALUES = "the value of output"
+"""How a difference begins that more precision could settle."""
+
+
+def outputs(model: nn.Module, example: Any, watched: bool = True, coarse: bool = False) -> list[Any]:
+    """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels; `coarse`, large
+    maps are computed at some places alone: see hap.places."""
+    with NoEmptyHeads() if watched else nullcontext(), Coarse() if coarse else nullcontext():
+        return [_real(x) for x in pytree.tree_leaves(known(run(model, example)))]
+
+
+def _real(value: Any) -> Any:
+    """Complex numbers as pairs of real ones; all else as it is."""
+    return torch.view_as_real(value.resolve_conj()) if isinstance(value, Tensor) and value.is_complex() else value
+
+
+def difference(
+    wanted: Sequence[Any], seen: Sequence[Any], exact: bool = True, tolerance: Mapping[torch.dtype, float] = TOLERANCE
+) -> str | None:
+    """How outputs differ by more than rounding, in words. Where they are not `exact`, only shapes and NaN tell."""
+    if len(wanted) != len(seen):
+        return f"it returns {len(seen)} values instead of {len(wanted)}"
+    pairs = [(i, a, b) for i, (a, b) in enumerate(zip(wanted, seen, strict=True)) if isinstance(a, Tensor)]
+    for i, a, b in pairs:
+        if a.shape != b.shape:
+            return f"output {i} has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
+        if problem := _off(a, b, exact, tolerance):
+            return f"{VALUES} {i} {problem}"
+    filled = [a for _, a, _ in pairs if a.numel()]
+    if exact and filled and not any(bool(a.isfinite().any()) for a in filled):
+        return "no output is finite on the example, so nothing can be compared"
+    return None
+
+
+def _off(a: Tensor, b: Tensor, exact: bool, tolerance: Mapping[torch.dtype, float]) -> str | None:
+    if not a.is_floating_point():
+        return f"differs in {int((a != b).sum())} places" if exact and not torch.equal(a, b) else None
+    if not a.numel():
+        return None
+    most, gap = largest(a), 0.0
+    if math.isfinite(most) and math.isfinite(largest(b)):
+        gap = largest(a - b) if exact else 0.0
+    else:
+        finite = a.isfinite()
+        if bool((finite & ~b.isfinite()).any()) or (exact and not torch.equal(finite, b.isfinite())):
+            return "is not finite in other places"
+        if exact and finite.any():
+            gap, most = (largest(x[finite]) for x in (a - b, a))
+    allowed = tolerance.get(a.dtype, 1e-5) * most
+    return f"is off by {gap:.3g} (allowed {allowed:.3g})" if gap > allowed else None
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value. Where one is not finite, neither is this."""
+    return max(float(end.abs()) for end in x.aminmax())
+
+
+def measured_rounding(model: nn.Module, example: Any) -> dict[torch.dtype, float]:
+    """How far outputs may be off by rounding, relative to the largest, as seen with weights that differ in their last
+    digits alone. Small differences of large numbers, or a long recurrence, may well be off by more than is usual."""
+    random = torch.Generator().manual_seed(0)
+    changed = {
+        name: parameter.detach() * (1 + torch.finfo(parameter.dtype).eps * _signs(parameter, random))
+        for name, parameter in model.named_parameters() if parameter.is_floating_point()
+    }  # fmt: skip
+    tolerance = dict(TOLERANCE)
+    for a, b in zip(outputs(model, example), outputs(variant(model, changed), example), strict=True):
+        if isinstance(a, Tensor) and a.is_floating_point() and a.numel() and (most := largest(a)) > 0:
+            off = SEVERAL * largest(a - b) / most
+            tolerance[a.dtype] = max(tolerance.get(a.dtype, 0.0), min(off, MOST_ROUNDING) if math.isfinite(off) else 0)
+    return tolerance
+
+
+def _signs(like: Tensor, random: torch.Generator) -> Tensor:
+    return (torch.randint(0, 2, like.shape, generator=random) * 2 - 1).to(like)
+
+
+def is_float32(model: nn.Module) -> bool:
+    return all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Copies of both."""
+    return deepcopied(model, {}).double(), example_in_float64(example)
+
+
+def example_in_float64(example: Any) -> Any:
+    """The example with its real numbers in float64."""
+
+    def widened(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return pytree.tree_map(widened, plain(example))

@@ -1,0 +1,167 @@
+"""Copies of modules, as copy.deepcopy makes them, in a fraction of the time.
+
+Most of what a module holds are numbers, names and empty dictionaries of hooks, and deepcopy asks each of them how it
+wants to be copied. Trials copy a model once for every question. Modules may also hold what they computed in their last
+forward, such as the weight of torch.nn.utils.weight_norm; deepcopy refuses that while it belongs to a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections import OrderedDict
+from collections.abc import Iterable, Set
+from functools import lru_cache
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.utils.module_tree import every_module, named_tensors, set_mode
+
+ATOMS = frozenset({
+    int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, BuiltinFunctionType,
+})  # fmt: skip
+"""Types of which deepcopy returns the value itself."""
+OWN = -1
+"""Where a memo notes whose copy is made, and then the ids of all modules and tensors in it."""
+LARGE = 1 << 20
+"""Tensors of as many bytes are not copied until they are written to."""
+DICTS, FLAT = (dict, OrderedDict), (tuple, list, set)
+
+
+def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
+    """What copy.deepcopy(value, memo) returns. Tensors that belong to a graph are copied without it, and functions that
+    reach into the model, such as a forward put in place of another, reach into the copy."""
+    kind: Any = type(value)
+    if kind in ATOMS:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is FunctionType:
+        return _rebound(value, memo)
+    if kind is MethodType:
+        return MethodType(value.__func__, deepcopied(value.__self__, memo))
+    if kind in DICTS and not getattr(value, "__dict__", None):
+        made = memo[id(value)] = kind()
+        for key, item in value.items():
+            made[deepcopied(key, memo)] = item if type(item) in ATOMS else deepcopied(item, memo)
+        return made
+    if kind in FLAT and all(type(item) in ATOMS for item in value):
+        return value if kind is tuple else memo.setdefault(id(value), kind(value))
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return memo.setdefault(id(value), value.detach().clone())
+    if isinstance(value, nn.Module) and _plain(kind):
+        memo.setdefault(OWN, value)
+        made = memo[id(value)] = object.__new__(kind)
+        state = value.__getstate__()
+        made.__setstate__({n: item if type(item) in ATOMS else deepcopied(item, memo) for n, item in state.items()})
+        return made
+    return copy.deepcopy(value, memo)
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """The function with copies in place of what it reaches of the model; the function itself, if that is nothing."""
+    if not _reaches(function, _own(memo), set()):
+        return function
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    names = {name: deepcopied(value, memo) for name, value in _globals(function) if _reaches(value, _own(memo), set())}
+    made = FunctionType(
+        function.__code__, function.__globals__ | names if names else function.__globals__, function.__name__,
+        function.__defaults__, cells,
+    )  # fmt: skip
+    memo[id(function)] = made
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    for cell, (old, held) in zip(cells, _held(function), strict=True):
+        if held:
+            cell.cell_contents = deepcopied(old, memo) if _reaches(old, _own(memo), set()) else old
+    return made
+
+
+def _own(memo: dict[int, Any]) -> Set[int]:
+    """The ids of the modules and tensors of the model that is copied."""
+    if isinstance(model := memo.get(OWN), nn.Module):
+        memo[OWN] = frozenset(map(id, (*every_module(model), *named_tensors(model).values())))
+    return memo.get(OWN, frozenset())
+
+
+def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
+    """Whether one of these objects is reached from a value, as far as functions, methods and plain containers lead."""
+    if id(value) in own:
+        return True
+    if type(value) in ATOMS or id(value) in seen:
+        return False
+    seen.add(id(value))
+    inside: Iterable[Any] = ()
+    if isinstance(value, FunctionType):
+        inside = (*(old for old, held in _held(value) if held), *(item for _, item in _globals(value)))
+    elif isinstance(value, MethodType):
+        inside = (value.__self__,)
+    elif isinstance(value, tuple | list | dict):
+        inside = value.values() if isinstance(value, dict) else value
+    return any(_reaches(item, own, seen) for item in inside)
+
+
+def _held(function: FunctionType) -> list[tuple[Any, bool]]:
+    """What the cells of a function's closure hold, and whether they hold anything yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append((cell.cell_contents, True))
+        except ValueError:  # nothing was assigned to it
+            found.append((None, False))
+    return found
+
+
+def _globals(function: FunctionType) -> list[tuple[str, nn.Module]]:
+    """Modules that a function reaches by the names of global variables."""
+    known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    return [(name, value) for name, value in known if isinstance(value, nn.Module)]
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A tensor with the same values in memory of its own: that of a large one is copied once either is written to."""
+    return torch._lazy_clone(tensor) if _lazily(tensor) else tensor.clone()
+
+
+def apart(tensors: Iterable[Tensor]) -> None:
+    """Nothing is left to be copied later. Where the clones are gone, nothing is copied at all."""
+    for tensor in filter(_lazily, tensors):
+        tensor.data_ptr()  # whoever asks for it may write there
+
+
+def _lazily(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+    return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
+
+
+def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
+    """A copy with some tensors changed. Other parameters are shared."""
+    memo: dict[int, Any] = {}
+    tensors = named_tensors(model)
+    for name, new in changed.items():
+        old = tensors[name]
+        wrap = isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter)
+        memo[id(old)] = nn.Parameter(new, old.requires_grad) if wrap else new
+    for tensor in tensors.values():
+        if isinstance(tensor, nn.Parameter):
+            memo.setdefault(id(tensor), tensor)
+    made = cast(nn.Module, deepcopied(model, memo))
+    if changed:
+        set_mode(made, training=True)  # to forget what was written out for evaluation; whoever runs a copy evaluates it
+    if shared := set(map(id, every_module(model))) & set(map(id, every_module(made))):
+        name = next(n for n, m in model.named_modules() if id(m) in shared)
+        raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _plain(kind: Any) -> bool:
+    """Whether all that makes a module of this class is among its attributes, and it has no way of its own to copy."""
+    ways = (kind.__new__, kind.__reduce_ex__, kind.__reduce__, kind.__getstate__)
+    usual = (object.__new__, object.__reduce_ex__, object.__reduce__, nn.Module.__getstate__)
+    slots = any(vars(k).get("__slots__") for k in kind.__mro__)
+    return ways == usual and not slots and not hasattr(kind, "__deepcopy__") and kind not in copyreg.dispatch_table

@@ -1,0 +1,266 @@
+"""What torch.export captures of a model, in the form that a trace reads."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+try:
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+except ImportError:  # it is not for everybody
+    _use_lazy_graph_module = None  # type: ignore[assignment]
+
+from hap.errors import CaptureError, HapError
+from hap.execution.calling import call_arguments, evaluating, letting_go, run, seeded
+from hap.execution.input_checks import check_given
+from hap.execution.model_outputs import returning_what_is_known
+from hap.graph.call_shapes import noting_shapes
+from hap.graph.nodes import schema_name
+from hap.graph.shared_tables import Arguments, recording
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The graph of a model, what its modules were called with, and which of them return what is like it."""
+
+    program: torch.export.ExportedProgram
+    called: Arguments
+    shapes: dict[str, int]
+
+
+def capture(model: nn.Module, example: Any) -> Captured:
+    """What torch.export captures of the model. CaptureError: it cannot."""
+    check_given(model, example)
+    known = SizesKnown()
+    try:
+        return captured(model, example, known)
+    except Exception as error:
+        if known.unknown is not None:
+            raise CaptureError(
+                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of what "
+                f"{known.unknown} returns depends on tensor values. Trace parts of the model instead, see hap.parts."
+            ) from error
+        check_runs(model, example)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CaptureError(
+            f"torch.export cannot capture {type(model).__name__} on this example: {reason}. Check that "
+            "model(example) runs, and that its forward does not branch on tensor values; see the cause above."
+        ) from error
+
+
+def captured(
+    model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
+) -> Captured:
+    """The same, with whatever torch.export raises where it fails. Modules that are `training` run as they then do."""
+    known = known or SizesKnown()
+    with noting_shapes(model) as shapes, recording(model) as called, _plainly():
+        program = export(model, *call_arguments(example), known, training)
+    _inline_regions(program.graph_module)
+    for node in program.graph.nodes:
+        known.check(node.name, node.meta.get("val"))
+    return Captured(program, called, shapes)
+
+
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: SizesKnown,
+    training: Set[nn.Module] = frozenset(),
+) -> torch.export.ExportedProgram:  # fmt: skip
+    """torch.export in eval mode, which is stopped as soon as a size is not known. It prints half a graph then.
+
+    What modules have written out before would be constants of the graph, and what they write out now is of no use.
+    """
+    start_autograd()
+    with (
+        letting_go(model), evaluating(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
+        returning_what_is_known(model), _leaving_nothing(model),
+    ):  # fmt: skip
+        for module in training:
+            module.training = True
+        return torch.export.export(model, args, kwargs, strict=False)
+
+
+@contextmanager
+def _leaving_nothing(model: nn.Module) -> Iterator[None]:
+    """Tensors under names that modules do not have are gone again after, such as what a forward keeps for others: while
+    it is captured they have no data, and no copy can be made. Other new attributes stay: one may say what else was
+    done, such as that hooks were put in place."""
+    before = [(module, set(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, names in before:
+            for name in vars(module).keys() - names:
+                if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(vars(module)[name])):
+                    del vars(module)[name]
+
+
+class _NoTraceback:
+    """What torch.fx takes for the stack at a node, with nothing on it."""
+
+    @staticmethod
+    def extract(*_: Any, **__: Any) -> type[_NoTraceback]:
+        return _NoTraceback
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        return traceback.StackSummary()
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Inside, torch.export does not note for each node where in the source it comes from, and writes no code of the
+    graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
+    where, name, value = getattr(fx, "config", None), "do_not_emit_stack_traces", cast(Any, True)
+    if not hasattr(where, name):  # torch 2.11 and before
+        where, name, value = fx.proxy, "CapturedTraceback", _NoTraceback
+    with ExitStack() as stack:
+        if hasattr(where, name):
+            stack.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, value)
+        if _use_lazy_graph_module is not None:
+            stack.enter_context(_use_lazy_graph_module(True))
+        yield
+
+
+@functools.cache
+def start_autograd() -> None:
+    """Let autograd count the devices before torch.export does, in a build for GPUs on a machine without one.
+
+    From then on torch acts as if there were some. Autograd, if it begins after that, starts a thread for each, and now
+    and then one of these ends the process.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.device_count():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.ones((), requires_grad=True).backward()
+
+
+@contextmanager
+def exporting(flag: object = True) -> Iterator[None]:
+    """Inside, torch says that it exports, and models run as they do when they are captured."""
+    flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in flags:
+            setattr(torch.compiler, name, flag)
+        yield
+    finally:
+        for name, before in flags.items():
+            setattr(torch.compiler, name, before)
+
+
+class Asked:
+    """Says `exporting` that torch does not, and notes if a model wants to know. One that does not goes one way only.
+
+    `known`: a model ran with it, so that `heard` tells.
+    """
+
+    def __init__(self) -> None:
+        self.heard = self.known = False
+
+    def _hear(self) -> bool:
+        caller = sys._getframe(2).f_globals.get("__name__")
+        self.heard = self.heard or caller != nn.Module.__module__  # which asks for hooks, and calls them either way
+        return False
+
+    def __bool__(self) -> bool:
+        return self._hear()
+
+    def __index__(self) -> int:
+        return int(self._hear())
+
+    def __eq__(self, other: object) -> bool:
+        return self._hear() == other
+
+    def __hash__(self) -> int:
+        return hash(self._hear())
+
+    def __str__(self) -> str:
+        return str(self._hear())
+
+
+class SizesKnown(TorchFunctionMode):
+    """Raises as soon as a size depends on values, and notes where: torch.export goes on for long before it gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in CHOOSING:
+            self.check(func.__name__, result)
+        return result
+
+    def check(self, what: str, values: Any) -> None:
+        sizes = (size for x in pytree.tree_leaves(values) if isinstance(x, Tensor) for size in x.shape)
+        if not all(type(size) is int for size in sizes):
+            self.unknown = what
+            raise HapError(f"the size of what {what} returns depends on tensor values")
+
+
+CHOOSING = {
+    torch.nonzero, torch.masked_select, torch.where, torch.unique, Tensor.nonzero, Tensor.masked_select, Tensor.where,
+    Tensor.unique, Tensor.__getitem__,
+}  # fmt: skip
+"""What may return as much as values tell."""
+
+
+def check_runs(model: nn.Module, example: Any) -> None:
+    try:
+        run(model, example)
+    except HapError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(f"{type(model).__name__} does not run on this example: {reason}") from error
+
+
+def running_modules(error: BaseException | None) -> list[nn.Module]:
+    """The modules whose forward was running when this was raised, as far as its traceback and its causes tell."""
+    found: list[nn.Module] = []
+    while error is not None:
+        found += modules_in(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def modules_in(trace: TracebackType | None) -> list[nn.Module]:
+    """The modules whose methods a traceback passes through, outer ones first."""
+    frames = (frame for frame, _ in traceback.walk_tb(trace))
+    return [module for frame in frames if isinstance(module := frame.f_locals.get("self"), nn.Module)]
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Put what runs under a `with torch.autocast(...)` or `torch.no_grad()` in place of the node that wraps it."""
+    graph = module.graph
+    for node in [n for n in graph.nodes if schema_name(n).startswith("wrap_with_")]:
+        place = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        results = _insert(graph, getattr(module, str(node.args[place].target)), node, node.args[place + 1 :])
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _insert(graph: fx.Graph, region: fx.GraphModule, before: fx.Node, operands: Sequence[Any]) -> Any:
+    """Copy the nodes of a region in front of a node; returns what the region returns."""
+    _inline_regions(region)
+    inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
+    known: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
+    with graph.inserting_before(before):
+        for inner in region.graph.nodes:
+            if inner.op == "call_function":
+                known[inner] = graph.node_copy(inner, lambda n: known[n])
+    return fx.map_arg(region.graph.output_node().args[0], lambda n: known[n])

@@ -1,0 +1,414 @@
+"""Models that torch.export cannot capture as a whole, such as detectors, by the parts that it can.
+
+A detector picks boxes by value, which no fixed graph can express, but its backbone, neck and heads are plain networks.
+`parts` runs the model once, finds the largest submodules that torch.export can capture, and gives a view of the model
+that runs just those, each on what it was called with. The view has the same submodules under the same names, so
+whatever prunes the view prunes the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hap.errors import HapError
+from hap.execution.calling import call_arguments
+from hap.execution.fast_copy import variant
+from hap.execution.input_checks import check_given
+from hap.execution.sampled_convolution import Coarse
+from hap.graph.capture import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
+from hap.graph.same_modules import same_modules
+from hap.utils.module_tree import named_tensors, takes_hooks
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a submodule was called with, and the names of the modules that were running then, outer ones first."""
+
+    name: str
+    running: tuple[str, ...]
+    call: Call
+
+    def within(self, names: Container[str]) -> bool:
+        """Whether one of these was running of which the submodule is a part: what it returned then stays inside."""
+        return any(other in names and self.name.startswith(f"{other}.") for other in self.running)
+
+
+class Parts(nn.Module):
+    """The parts of a model: same submodules, same names, but a forward that runs each part on its own inputs.
+
+    `example` holds these inputs, one (arguments, keyword arguments) for each call of a part. The outputs of all parts
+    are outputs of the view, and so what passes between parts is never cut. A module inside of a part that is also
+    called from outside of it, by itself, is one more part.
+    """
+
+    def __init__(self, model: nn.Module, calls: list[tuple[str, Call]]):
+        super().__init__()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        for name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in model.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        self.names = [name for name, _ in calls]
+        self.example = tuple(call for _, call in calls)
+
+    def forward(self, *calls: Call) -> list[Any]:
+        return [self.get_submodule(name)(*args, **kw) for name, (args, kw) in self.named(calls)]
+
+    def named(self, calls: Sequence[Call]) -> list[tuple[str, Call]]:
+        """Each call with the name of the part that it is for."""
+        if len(calls) != len(self.names):
+            raise HapError(
+                f"this view runs {len(self.names)} calls of parts, but the example has {len(calls)}: use view.example"
+            )
+        return list(zip(self.names, calls, strict=True))
+
+
+def touched(model: nn.Module, example: Any, tensors: Iterable[str]) -> tuple[nn.Module, Any]:
+    """The model and its example; of a view, those parts that hold any of these tensors: all others stay as they are."""
+    if not isinstance(model, Parts):
+        return model, example
+    known = named_tensors(model)
+    wanted = {id(known[name]) for name in tensors}
+    holding = {n: not wanted.isdisjoint(map(id, named_tensors(model.get_submodule(n)).values())) for n in model.names}
+    calls = [(name, call) for name, call in model.named(call_arguments(example)[0]) if holding[name]]
+    return (Parts(model, calls), tuple(call for _, call in calls)) if calls else (model, example)
+
+
+def parts(model: nn.Module, example: Any) -> Parts:
+    """A view of the largest parts of `model` that torch.export can capture. The model is not changed.
+
+    Prune the view, and the model is pruned: `view = parts(detector, ([image],)); hap.prune_(view, view.example, ...)`.
+    """
+    check_given(model, example)
+    return _captured(model, *_calls(model, example))[0]
+
+
+def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
+    """The same, with what torch.export captures of the view: that takes as long as all the rest.
+
+    Of equal blocks one runs, if that will do, and the others are called with what it returned.
+    """
+    return _captured_in_short(model, example) or _captured(model, *_calls(model, example))
+
+
+def _captured_in_short(model: nn.Module, example: Any) -> tuple[Parts, Captured] | None:
+    """The same, if equal blocks can pass on what they are given and nothing chooses by what then comes of it."""
+    passing = Passing(model)
+    if not passing.like:
+        return None
+    try:
+        calls, choosing = _calls(model, example, passing)
+    except HapError:  # it may well run with values that come from its blocks
+        return None
+    return None if choosing else _at_once(model, calls, choosing, passing)
+
+
+def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
+    """A view of the largest parts that do not choose by value, if the model is seen to do so when it runs; else None.
+
+    torch.export finds that out too, but only after it has captured all that comes before the choice. Models whose code
+    does not look like it are not run. Whether torch.export captures the view is not known yet.
+    """
+    if not may_choose(model):
+        return None
+    calls, choosing = _coarse_calls(model, example) or _calls(model, example)
+    return _view(model, calls, choosing) if WHOLE in choosing else None
+
+
+def _captured(model: nn.Module, calls: list[Noted], choosing: set[str]) -> tuple[Parts, Captured]:
+    """What keeps torch.export from a module is most often a choice by value, which running the model shows.
+
+    So the largest modules without one are captured all at once. Where that fails, those that were running are left out
+    for the modules inside of them; where none was, or that leads nowhere soon, each is tried by itself.
+    """
+    failing = set(choosing)
+    if (found := _at_once(model, calls, failing)) is not None:
+        return found
+    view = _one_by_one(model, calls, failing)
+    return view, capture(view, view.example)
+
+
+def _at_once(
+    model: nn.Module, calls: list[Noted], failing: set[str], passing: Passing | None = None
+) -> tuple[Parts, Captured] | None:
+    """All captured in a few attempts; what fails is added to `failing`. None: that leads nowhere, or to modules inside
+    of blocks that did not run."""
+    for _ in range(MOST_BLAMED):
+        able = _able(model, calls, failing)
+        view = _view(model, calls, failing)
+        try:
+            return view, captured(view, view.example)
+        except Exception as error:  # whatever it is, it need not be in all of them
+            running = {id(module) for module in running_modules(error)}
+        blamed = {name for name, module in able.items() if id(module) in running}
+        failing |= blamed
+        gone = able.keys() - _able(model, calls, failing).keys()
+        if not blamed or (passing is not None and passing.concerns(gone)):
+            return None
+    return None
+
+
+def _one_by_one(model: nn.Module, calls: list[Noted], failing: set[str]) -> Parts:
+    """A view of the largest modules that torch.export captures by themselves; others are added to `failing`."""
+    fine: set[str] = set()
+    while True:
+        view = _view(model, calls, failing)
+        first = dict(zip(reversed(view.names), reversed(view.example), strict=True))  # the first call of each
+        untried = [name for name in dict.fromkeys(view.names) if name not in fine]
+        if not untried:
+            return view
+        fit = {name for name in untried if captures(model.get_submodule(name), *first[name])}
+        fine |= fit
+        failing |= set(untried) - fit
+
+
+def _able(model: nn.Module, calls: list[Noted], failing: set[str]) -> dict[str, nn.Module]:
+    """Modules that ran and neither fail nor ever run one that does, outer ones first.
+
+    One that fails where it is called by itself is not seen there, so it must not be cut inside of others either.
+    """
+    unable = set(failing)
+    while more := {name for noted in calls if noted.name in unable for name in noted.running} - unable:
+        unable |= more
+    ran = {noted.name for noted in calls} - unable
+    return {name: module for name, module in model.named_modules() if name in ran}
+
+
+def _view(model: nn.Module, calls: list[Noted], failing: set[str]) -> Parts:
+    """All calls of modules that are able, but for those from inside of others that are."""
+    able = _able(model, calls, failing)
+    if not able:
+        raise HapError(f"torch.export can capture no part of {type(model).__name__} on this example")
+    place = {name: i for i, name in enumerate(able)}
+    outer = [noted for noted in calls if noted.name in able and not noted.within(able)]
+    return Parts(model, [(noted.name, noted.call) for noted in sorted(outer, key=lambda noted: place[noted.name])])
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+MOST_BLAMED = 3
+"""How often modules in which capturing failed are left out before each is tried by itself."""
+WHOLE = ""
+"""The name of the model itself among its modules."""
+
+CHOICES = {"argwhere", "batched_nms", "masked_select", "nms", "nonzero", "unique"}
+"""Names of functions whose result is as long as values tell."""
+
+
+ASKING = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_torchdynamo_compiling"}
+"""Names of functions by which code finds out whether it is captured: it may well choose then in another way."""
+
+
+def may_choose(model: nn.Module) -> bool:
+    """Whether the code of a forward, or of a method that it calls, names such a function, and none that asks."""
+    named = set().union(*(_names(kind) for kind in {type(module) for module in model.modules()}))
+    return not CHOICES.isdisjoint(named) and ASKING.isdisjoint(named)
+
+
+def _names(kind: type[nn.Module]) -> set[str]:
+    """What the code of a class names, from its forward on."""
+    found: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        method = inspect.getattr_static(kind, waiting.pop(), None)
+        if inspect.isfunction(method):
+            new = set(_names_in(inspect.unwrap(method).__code__)) - found
+            found |= new
+            waiting += [name for name in new if not hasattr(nn.Module, name)]
+    return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Those of the code and of what is defined inside, such as comprehensions."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+
+
+class _Choices(TorchDispatchMode):
+    """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it.
+
+    `last`: no module may be called after such a choice.
+    """
+
+    def __init__(self, last: bool = False) -> None:
+        super().__init__()
+        self.last = last
+        self.running: list[str] = []
+        self.choosing: set[str] = set()
+        self.active = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags and (func is not INDEX or _by_mask(args[1])):
+            self.choosing.update(self.running)
+        return func(*args, **(kwargs or {}))
+
+    def attend(self) -> None:
+        """Listen as long as there is something to learn of a module that runs."""
+        wanted = not self.choosing.issuperset(self.running)
+        if wanted != self.active:
+            self.active = wanted
+            self.__enter__() if wanted else self.__exit__(None, None, None)
+
+
+INDEX = torch.ops.aten.index.Tensor
+
+
+def _by_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _calls(
+    model: nn.Module, example: Any, passing: Passing | None = None, last: bool = False
+) -> tuple[list[Noted], set[str]]:
+    """What every submodule with parameters is called with when the model runs, and which of them choose by value. With
+    `last`, a call after a choice is an error. Without `passing`, tensors are copied only if something writes there."""
+    for copying in (False, True) if passing is None else (True,):
+        calls: list[Noted] = []
+        choices = _Choices(last)
+        with _recording(model, calls, choices, copying) as versions, passing or nullcontext():
+            check_runs(model, example)
+        if all(tensor._version == version for tensor, version in versions):
+            break
+    return calls, choices.choosing
+
+
+def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
+    """The same from a coarse run, which takes a fraction of the time; None where it does not run, or where modules are
+    called after a choice: how many boxes they get is up to the true values. A copy runs, since a forward may keep what
+    it computes, such as anchors."""
+    try:
+        copy = variant(model, {})
+        with Coarse():
+            return _calls(copy, example, last=True)
+    except Exception:  # some models cannot be copied
+        return None
+
+
+class Passing:
+    """Inside, blocks that are equal to one that has run pass on what they are given, if that one returned its like.
+
+    Equal blocks hold the same in all but the values of their tensors, and are called with tensors of the same forms.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = {name: module for name, module in model.named_modules() if name and _is_block(module)}
+        first: dict[Any, str] = {}
+        self.like: dict[str, str] = {}
+        for name, module in self.modules.items():
+            shape = (type(module), *((n, p.shape) for n, p in module.named_parameters()))
+            one = first.setdefault(shape, name)
+            if one != name and same_modules(module, self.modules[one]):
+                self.like[name] = one
+        self.returned: dict[tuple[str, Any], bool] = {}
+        self.passed: set[str] = set()
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for name in (*dict.fromkeys(self.like.values()), *self.like):
+            module = self.modules[name]
+            vars(module)["forward"] = self._forward(name, module.forward)
+            self.stack.callback(vars(module).pop, "forward")
+
+    def __exit__(self, *_: Any) -> None:
+        self.stack.close()
+
+    def _forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        one = self.like.get(name, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            key = (one, _forms((args, kwargs)))
+            if self.returned.get(key):
+                self.passed |= {one, name}
+                return args[0]
+            result = forward(*args, **kwargs)
+            same = bool(args) and isinstance(args[0], torch.Tensor) and _forms(args[0]) == _forms(result)
+            self.returned.setdefault(key, same)
+            return result
+
+        return run
+
+    def concerns(self, names: Iterable[str]) -> bool:
+        """Whether any of these is a block that was passed, or is inside of one."""
+        return any(f"{name}.".startswith(tuple(f"{block}." for block in self.passed)) for name in names)
+
+
+def _is_block(module: nn.Module) -> bool:
+    usual = "forward" not in vars(module) and not module._forward_hooks
+    return usual and next(module.children(), None) is not None and _has_parameters(module)
+
+
+def _forms(values: Any) -> Any:
+    """Equal for values that differ in the numbers of their tensors alone."""
+    leaves, structure = pytree.tree_flatten(values)
+    forms = [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+    return str(structure), tuple(forms)
+
+
+@contextmanager
+def _recording(
+    model: nn.Module, calls: list[Noted], choices: _Choices, copying: bool
+) -> Iterator[list[tuple[torch.Tensor, int]]]:
+    """Notes calls of submodules, and which modules choose. Of tensors that are noted without copying, the versions."""
+    versions: list[tuple[torch.Tensor, int]] = []
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        if copying or tensor.is_inference():  # which has no version
+            return tensor.clone()
+        versions.append((tensor, tensor._version))
+        return tensor
+
+    def enter(name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if choices.last and choices.choosing:
+                raise HapError(f"{name} is called after a choice by value")
+            if name != WHOLE:
+                given = pytree.tree_map_only(torch.Tensor, kept, (args, kwargs))
+                calls.append(Noted(name, tuple(choices.running), given))
+            choices.running.append(name)
+            choices.attend()
+
+        return record
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        choices.running.pop()
+        choices.attend()
+
+    def stop() -> None:
+        choices.running.clear()  # there are some if something raised
+        choices.attend()
+
+    with ExitStack() as stack:
+        stack.callback(stop)
+        hooked = [(n, m) for n, m in model.named_modules() if takes_hooks(m) and (n == WHOLE or _has_parameters(m))]
+        for name, module in hooked:
+            stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        yield versions
+
+
+def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch.export gives a graph of this module in which every size is known."""
+    known = SizesKnown()
+    try:
+        program = export(module, args, kwargs, known)
+        known.check("the graph", [node.meta.get("val") for node in program.graph.nodes])
+    except Exception:  # whatever keeps torch.export from it, its own parts are tried next
+        return False
+    return True

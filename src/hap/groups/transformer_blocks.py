@@ -1,0 +1,113 @@
+"""The units of transformer blocks: which groups are attention heads, which are hidden neurons of an MLP.
+
+heads = hap.only(groups, hap.heads(groups))                       # nothing else can be scored, planned or removed
+scores = hap.score(model, heads, batches, loss, hap.JointTrace())
+plan = hap.plan(heads, scores, hap.Budget(channels=0.5))          # half of the heads of all layers together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from hap.errors import HapError
+from hap.groups.groups import Groups
+from hap.groups.types import Group, Ints
+
+
+def heads(groups: Groups) -> list[str]:
+    """The groups whose units are attention heads: whole blocks of rows that meet in a product of activations.
+
+    Such a product sees each of several heads by itself, so that a head's width has one fate. Where it sees one alone,
+    single indices of its width may go, and are no heads. Nor are scores that layers mix, and not what they weigh.
+    Under grouped queries a unit is a key/value head with the query heads that share it.
+    """
+    whole = groups.met & groups.whole
+    return [n for n, g in groups.items() if whole.issuperset(g.classes.tolist()) and _in_blocks(groups, g)]
+
+
+def mlps(groups: Groups) -> list[str]:
+    """The groups whose units are hidden neurons of an MLP: computed from a stream, and read back into the same one.
+
+    The stream itself is none, and neither is what stands between the last block and the outputs, such as a pooler, nor
+    what attention is made of, such as the values of a layer with one head.
+    """
+    return [n for n, g in groups.items() if groups.met.isdisjoint(g.classes.tolist()) and _returns(groups, g)]
+
+
+def only(groups: Groups, names: Iterable[str]) -> Groups:
+    """The same trace with the units of these groups alone; all other axes are kept whole.
+
+    Budgets count what can be removed here: `Budget(channels=0.5)` on heads alone is half of the heads.
+    """
+    names = list(names)
+    if unknown := [n for n in names if n not in groups]:
+        raise HapError(f"there is no group {unknown[0]!r}; expected some of {', '.join(groups)}")
+    if not names:
+        raise HapError("no groups are named, so nothing could be removed; hap.heads found none in this model?")
+    chosen = {n: g for n, g in groups.items() if n in names}
+    units = np.concatenate([g.classes for g in chosen.values()])
+    source, stream = groups.feeds[:, 0], groups.feeds[:, 1]
+    fed_by_others = np.unique(stream[~np.isin(source, units)])
+    living = np.union1d(units, np.setdiff1d(stream, fed_by_others))
+    to = np.where(np.isin(np.arange(groups.classes), living), np.arange(groups.classes), 0)
+    return replace(
+        groups,
+        groups=chosen,
+        axes={key: to[classes] for key, classes in groups.axes.items()},
+        feeds=groups.feeds[(to[source] > 0) & (to[stream] > 0)],
+        lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
+        products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
+        written=tuple(replace(x, classes=to[x.classes]) for x in groups.written),
+        narrowings=tuple(
+            replace(x, classes=to[x.classes], among=None if x.among is None else to[x.among]) for x in groups.narrowings
+        ),
+        scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
+        spanned=groups.spanned & frozenset(living.tolist()),
+        padded=groups.padded & frozenset(living.tolist()),
+        renormed=groups.renormed & frozenset(living.tolist()),
+        met=groups.met & frozenset(living.tolist()),
+        whole=groups.whole & frozenset(living.tolist()),
+        spaces=tuple(s for s in groups.spaces if s.group in chosen),
+    )
+
+
+KINDS = {
+    "heads": (heads, "attention heads were found that could be removed (a layer with one head has none to spare)"),
+    "mlp": (mlps, "neurons of an MLP were found that could be removed"),
+}
+
+
+def units_of(groups: Groups, *kinds: str) -> Groups:
+    """The trace with units of these kinds alone, "heads" and "mlp"; HapError if a kind is missing in the model."""
+    names: list[str] = []
+    for kind in kinds:
+        find, what = KINDS[kind]
+        if not (found := find(groups)):
+            raise HapError(f"no {what}; print(groups) lists what can be, and why not")
+        names += found
+    return only(groups, names)
+
+
+def _in_blocks(groups: Groups, group: Group) -> bool:
+    """Whether each unit owns several indices of a weight that computes it, and of one that reads it: a head's width."""
+    made, read = [(p.weight, p.dim) for p in group.producers], group.consumers
+    return all(any(_several_each(groups.axes[key], group) for key in keys) for keys in (made, read))
+
+
+def _several_each(axis: Ints, group: Group) -> bool:
+    return bool(np.bincount(axis, minlength=group.classes.max() + 1)[group.classes].min() > 1)
+
+
+def _returns(groups: Groups, group: Group) -> bool:
+    sources = [_across(groups, p.weight, p.dim) for p in group.producers]
+    targets = [_across(groups, weight, dim) for weight, dim in group.consumers]
+    ends = [e for e in (*sources, *targets) if e is not None]
+    return bool(targets) and len(ends) == len(sources) + len(targets) and all(np.array_equal(ends[0], e) for e in ends)
+
+
+def _across(groups: Groups, weight: str, dim: int) -> Ints | None:
+    """The classes on the other side of a matrix from axis `dim`."""
+    return groups.axes.get((weight, 1 - dim)) if dim < 2 else None

@@ -1,0 +1,98 @@
+"""A narrower attention head in place of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hap.errors import HapError
+from hap.groups.groups import Groups
+from hap.groups.types import Bools, Ints, Length, Narrowing, Scatter, Space
+from hap.implants.base import Implant
+
+Axes = dict[tuple[str, int], Ints]
+
+
+@dataclass(frozen=True)
+class NarrowHeads(Implant):
+    """A head keeps the share `rank` of its width: the leading singular directions of what its queries and keys are
+    multiplied to, and of what its values and outputs are.
+
+    Heads of one layer may differ. The layers that compute a narrow head are smaller; behind them zeros fill it up to
+    the width of the others, and what reads it skips these. So the attention in between, and the factor that it scales
+    scores by, stay what they were. `hap.narrowable` finds the heads that this can be done to.
+    """
+
+    rank: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.rank <= 1:
+            raise HapError(f"rank is {self.rank}; expected the share of a head's width that is LEFT, such as 0.5")
+
+    def width(self, space: Space) -> int:
+        """What is left of a head's width."""
+        return max(1, round(self.rank * space.left[0].width))
+
+    def eligible(self, groups: Groups) -> Bools:
+        able = np.zeros(groups.classes, dtype=bool)
+        able[[groups[s.group].classes[s.unit] for s in groups.spaces]] = True
+        return able
+
+    def prepared(self, groups: Groups) -> Groups:
+        """The groups with a class of its own for what goes when a head is narrowed."""
+        if not groups.spaces:
+            raise HapError(
+                "it is not known which heads can be narrowed; expected groups from hap.narrowable(model, groups, "
+                "example), or no head of this model can be"
+            )
+        heads = np.unique([groups[s.group].classes[s.unit] for s in groups.spaces])
+        tails = np.stack([heads, groups.classes + np.arange(len(heads))], axis=1)
+        axes = {key: classes.copy() for key, classes in groups.axes.items()}
+        for space in groups.spaces:
+            head = groups[space.group].classes[space.unit]
+            tail = tails[np.searchsorted(heads, head), 1]
+            for part in (*space.left, *space.right):
+                for name, dim in [(part.weight, part.dim), *([(part.bias, 0)] if part.bias else [])]:
+                    axes[name, dim][part.start + self.width(space) : part.start + part.width] = tail
+        changed = list(_changed(groups, axes))
+        return replace(
+            groups,
+            axes=axes,
+            classes=groups.classes + len(heads),
+            tails=tails,
+            lengths=tuple(_follow(groups, axes, changed)),
+            scatters=(*groups.scatters, *_scatters(groups, axes, changed)),
+            narrowings=(*groups.narrowings, *_narrowings(groups, axes, changed)),
+        )
+
+
+def _changed(groups: Groups, axes: Axes) -> Iterator[tuple[str, str, int, bool]]:
+    """Layers of which heads are narrowed: module, weight, axis, and whether it reads them."""
+    readers = {key for s in groups.spaces for key in groups[s.group].consumers}
+    for weight, dim in dict.fromkeys((p.weight, p.dim) for s in groups.spaces for p in (*s.left, *s.right)):
+        if not np.array_equal(axes[weight, dim], groups.axes[weight, dim]):
+            yield weight.rpartition(".")[0], weight, dim, (weight, dim) in readers
+
+
+def _scatters(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[Scatter]:
+    for module, weight, dim, reads in changed:
+        if not reads:
+            yield Scatter(module, axes[weight, dim], groups.axes[weight, dim], -1)
+
+
+def _narrowings(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[Narrowing]:
+    for module, weight, dim, reads in changed:
+        if reads:
+            yield Narrowing(module, 0, -1, axes[weight, dim], groups.axes[weight, dim])
+
+
+def _follow(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[Length]:
+    """A layer's own count of its outputs or inputs counts what is left of narrow heads."""
+    for length in groups.lengths:
+        for module, weight, dim, _ in changed:
+            if module == length.module and np.array_equal(length.classes, groups.axes[weight, dim]):
+                length = replace(length, classes=axes[weight, dim])
+        yield length

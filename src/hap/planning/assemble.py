@@ -1,0 +1,166 @@
+"""From units to keep and to implant to a plan: the cuts, implants and sizes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from hap.errors import HapError
+from hap.groups.groups import Groups
+from hap.groups.types import Bools, Group, Ints
+from hap.groups.unprunable_summary import untouched_in_words
+from hap.implants import ChannelImplant, Implant
+from hap.planning.cost import CostModel
+from hap.planning.plan import Cut, Graft, Indices, Narrow, Plan, Resize, Widen
+
+
+def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
+          implant: Implant | None = None, cost: CostModel | None = None) -> Plan:  # fmt: skip
+    """The plan that removes and implants these units and keeps all others. No budget, no limits.
+
+    Who makes many of them passes the `cost` of the groups.
+    """
+    groups = groups if implant is None else implant.prepared(groups)
+    go = {n: _indices(groups, n, units) for n, units in removed.items()}
+    turn = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
+    for name, units in turn.items():
+        if both := set(go.get(name, [])) & set(units):
+            raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
+        if units and implant is None:
+            raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
+    kept, grafted = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
+    for name, units in go.items():
+        kept[groups[name].classes[units]] = False
+    for name, units in turn.items():
+        grafted[groups[name].classes[units]] = True
+        able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
+        if not able.all():
+            raise HapError(f"unit {units[int(np.argmin(able))]} of {name!r} cannot be replaced by {implant}")
+    return assemble(groups, kept, grafted, implant, cost)
+
+
+def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
+    if name not in groups:
+        raise HapError(f"there is no group {name!r}; expected one of {', '.join(groups)}")
+    listed, size = [int(u) for u in units], len(groups[name])
+    if listed and not (min(listed) >= 0 and max(listed) < size):
+        wrong = next(u for u in listed if not 0 <= u < size)
+        raise HapError(f"unit {wrong} of {name!r} does not exist; units go from 0 to {size - 1}")
+    return listed
+
+
+def assemble(
+    groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None, cost: CostModel | None = None
+) -> Plan:
+    """Turn a marking of classes (kept, and of these implanted) into a plan."""
+    live = groups.alive(kept, grafted)
+    marks = {
+        n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
+    }
+    lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
+    sorting = _Sorting(groups, grafted if isinstance(implant, ChannelImplant) else np.zeros_like(grafted))
+    order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
+    grafts, rows_left = _grafts(groups, grafted, order)
+    cuts = []
+    for key, classes in groups.axes.items():
+        keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
+        if not np.array_equal(keep, np.arange(len(classes))):
+            cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
+    cost = cost or CostModel(groups, implant)
+    nothing = np.zeros_like(kept)
+    gone = set(np.flatnonzero(~live).tolist())
+    turns = tuple(s for s in groups.spaces if grafted[groups[s.group].classes[s.unit]])
+    return Plan(
+        kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
+        cuts=tuple(cuts), grafts=tuple(grafts),
+        widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)),
+        implant=implant if grafts or turns else None,
+        before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
+        exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
+        turns=turns, masks=not ((groups.spanned | groups.renormed) & gone), untouched=untouched_in_words(groups),
+    )  # fmt: skip
+
+
+class _Sorting:
+    """In which order the surviving indices of an axis stand.
+
+    A group with implants comes as [kept | implanted] wherever each axis holds its units whole and in order, so that
+    no gather is needed at run time; all others keep their natural order.
+    """
+
+    def __init__(self, groups: Groups, grafted: Bools):
+        self.grafted = grafted
+        self.movable = np.zeros(len(grafted), dtype=bool)
+        self.block = np.zeros(len(grafted), dtype=np.int64)
+        for number, group in enumerate(groups.values(), 1):
+            self.block[group.classes] = number
+        axes: dict[int, list[Ints]] = {}
+        for classes in groups.axes.values() if grafted.any() else ():
+            for number in np.unique(self.block[classes]).tolist():
+                axes.setdefault(number, []).append(classes)
+        for number, group in enumerate(groups.values(), 1):
+            if grafted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
+                self.movable[group.classes] = True
+        self.natural = not self.movable.any()
+
+    def order(self, classes: Ints, live: Bools) -> Ints:
+        if self.natural:
+            return np.flatnonzero(live[classes])
+        block = self.block[classes]
+        run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
+        late = self.grafted[classes] & self.movable[classes]
+        positions = np.lexsort((np.arange(len(classes)), late, run))
+        return positions[live[classes[positions]]]
+
+
+def _in_blocks(group: Group, classes: Ints) -> bool:
+    """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
+    inside = np.isin(classes, group.classes)
+    if not inside.any():
+        return True
+    starts = np.flatnonzero(np.diff(np.concatenate([[False], inside])) & inside)
+    ends = np.flatnonzero(np.diff(np.concatenate([inside, [False]])) & inside) + 1
+    for start, end in zip(starts, ends, strict=True):
+        repeat, rest = divmod(end - start, len(group.classes))
+        if rest or not np.array_equal(classes[start:end], np.repeat(group.classes, repeat)):
+            return False
+    return True
+
+
+def _grafts(groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]) -> tuple[list[Graft], dict[str, Ints]]:
+    """The implants, and the rows that stay in each weight and bias that gets one."""
+    grafts, rows_left = [], {}
+    for weight, site in groups.sites.items():
+        rows = order[weight, 0]
+        late = grafted[groups.axes[weight, 0][rows]]
+        if late.any() and site.area > 1:
+            mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
+            natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
+            grafts.append(Graft(site.module, weight, tuple(rows[late].tolist()), natural))
+            rows_left[weight] = rows[~late]
+            rows_left[f"{site.module}.bias" if site.module else "bias"] = rows[~late]
+    return grafts, rows_left
+
+
+def _resizes(groups: Groups, live: Bools) -> Iterable[Resize]:
+    for length in groups.lengths:
+        if (count := int(live[length.classes].sum())) < len(length.classes):
+            yield Resize(length.module, length.attribute, count // length.per, length.entry)
+
+
+def _narrowings(groups: Groups, live: Bools) -> Iterable[Narrow]:
+    for item in groups.narrowings:
+        given = item.classes if item.among is None else item.classes[live[item.among]]
+        index = np.flatnonzero(live[given])
+        if len(index) < len(given):
+            yield Narrow(item.module, item.argument, item.dim, len(given), tuple(index.tolist()), item.inside)
+
+
+def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:
+    for scatter in groups.scatters:
+        narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
+        place = {int(position): i for i, position in enumerate(wide)}
+        index = tuple(place[int(p)] for p in narrow)
+        if index != tuple(range(len(wide))):
+            yield Widen(scatter.module, index, len(wide), scatter.dim, scatter.inside)

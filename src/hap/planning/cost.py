@@ -1,0 +1,159 @@
+"""Cost: parameters and multiply-adds, counted on a running model and predicted for a plan. The two agree exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hap.execution.calling import call_arguments, call_with, copied, evaluating
+from hap.groups.groups import Groups
+from hap.groups.types import Bools, Ints, Product, Term
+from hap.implants import ChannelImplant, Implant
+from hap.planning.mac_counter import Counter
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`params`: trainable and frozen parameters; `macs`: multiply-adds on the example; `channels`: units left;
+    `activations`: values that convolutions, linear and recurrent layers write (0 in plans of old files)."""
+
+    params: int
+    macs: int
+    channels: int
+    activations: int = 0
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a model costs on an example.
+
+    `macs` counts one per multiply-add of convolutions, linear and recurrent layers, matrix products and attention, for
+    the whole example (its batch included). `by_module` gives macs by qualified name; `uncounted` the operators that ran
+    without being counted, with how often.
+    """
+
+    params: int
+    macs: int
+    by_module: dict[str, int]
+    uncounted: dict[str, int]
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Fused kernels hide what they multiply from the counter."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def cost(model: nn.Module, example: Any) -> Count:
+    """Count parameters and multiply-adds by running the model once on the example."""
+    counter = Counter()
+    args, kwargs = copied(call_arguments(example))
+    detached = {
+        n: p.detach() for n, p in model.named_parameters()
+    }  # the counter hangs hooks on what requires a gradient
+    with counter, _unfused(), evaluating(model), torch.no_grad():
+        call_with(model, detached, args, kwargs)
+    root = type(model).__name__
+    by_module = {}
+    for name, flops in counter.get_flop_counts().items():
+        if name not in ("Global", root):
+            by_module[name.removeprefix(f"{root}.")] = sum(flops.values()) // 2
+    params = sum(p.numel() for p in model.parameters())
+    return Count(params, counter.get_total_flops() // 2, by_module, counter.uncounted)
+
+
+class CostModel:
+    """The cost of any choice of units, from the traced sizes alone: every tensor is a product of axis lengths."""
+
+    def __init__(self, groups: Groups, implant: Implant | None = None):
+        self.groups, self.implant = groups, implant
+        keys = list(groups.axes)
+        different = {axis.tobytes(): axis for axis in groups.axes.values()}  # most are those of several tensors
+        place = {key: i for i, key in enumerate(different)}
+        self._which = np.array([place[groups.axes[k].tobytes()] for k in keys], dtype=np.int64)
+        self._classes = np.concatenate([np.zeros(1, np.int64), *different.values()])
+        self._starts = np.cumsum([1, *map(len, different.values())])[:-1]
+        self._slot = {key: i for i, key in enumerate(keys)}
+        self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
+        self._multiplied, self._written = (self._per_class(x) for x in (groups.products, groups.written))
+        uncut = [[s for d, s in enumerate(shape) if (n, d) not in groups.axes] for n, shape in groups.shapes.items()]
+        self._fixed = np.array([np.prod(sizes, dtype=np.int64) for sizes in uncut], dtype=np.int64)
+        axes_of: dict[str, list[int]] = {name: [len(keys)] for name in groups.shapes}  # where _sizes puts a 1
+        for (name, _), i in self._slot.items():
+            axes_of[name].append(i)
+        self._axes = np.concatenate([np.zeros(0, np.int64), *axes_of.values()]).astype(np.int64)
+        self._ends = np.cumsum([len(axes) for axes in axes_of.values()], dtype=np.int64)
+        row = {name: i for i, name in enumerate(groups.shapes)}
+        self._trainable = np.array([row[n] for n in groups.trainable], dtype=np.int64)
+        self._positions = np.zeros(len(row), dtype=np.int64)  # of each element of a tensor that layers multiply whole
+        for term in groups.terms:
+            self._positions[row[term.weight]] += term.positions if term.part is None else 0
+        self._parts = [term for term in groups.terms if term.part is not None]
+
+    def __call__(self, kept: Bools, grafted: Bools) -> Cost:
+        """`kept` and `grafted` mark classes; a grafted class is also kept."""
+        live = self.groups.alive(kept, grafted)
+        lengths = self._lengths(live)
+        sizes = self._sizes(lengths)
+        params = int(sizes[self._trainable].sum())
+        total = self.groups.fixed_macs + int(self._positions @ sizes)
+        total += sum(term.positions * self._part(term, live) for term in self._parts)
+        total += int(live @ self._multiplied)
+        written = int(live @ self._written)
+        if isinstance(self.implant, ChannelImplant) and grafted.any():
+            more_params, more_macs, more_written = self._implants(self._lengths(grafted), lengths)
+            params, total, written = params + more_params, total + more_macs, written + more_written
+        return Cost(params, total, int(live[self._units].sum()), written)
+
+    def _per_class(self, products: Iterable[Product]) -> Ints:
+        """How many positions in all depend on each class."""
+        positions = np.zeros(self.groups.classes, dtype=np.int64)
+        for product in products:
+            np.add.at(positions, product.classes.ravel(), product.positions)
+        return positions
+
+    def _part(self, term: Term, live: Bools) -> int:
+        size = 1
+        for dim, index in term.part or ():
+            classes = self.groups.axes.get((term.weight, dim))
+            size *= len(index) if classes is None else int(live[classes[index]].sum())
+        return size
+
+    def _sizes(self, lengths: Any) -> Ints:
+        """The number of values of each tensor: the product of its axes' lengths."""
+        if not len(self._ends):
+            return np.zeros(0, dtype=np.int64)
+        factors = np.append(lengths, 1)[self._axes]
+        return self._fixed * np.multiply.reduceat(factors, np.append(0, self._ends[:-1]))
+
+    def _lengths(self, marked: Bools) -> Any:
+        if not len(self._starts):
+            return np.zeros(0, dtype=np.int64)
+        return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)[self._which]
+
+    def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int, int]:
+        """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
+        params = macs = written = 0
+        assert isinstance(self.implant, ChannelImplant)
+        for weight, site in self.groups.sites.items():
+            rows = int(grafted[self._slot[weight, 0]])
+            if rows and site.area > 1:
+                inputs = int(lengths[self._slot[weight, 1]])
+                replaced = rows * inputs * site.area
+                params += self.implant.params(site, inputs, rows) - replaced
+                macs += self.implant.macs(site, inputs, rows) - replaced * site.batch * int(np.prod(site.out_size))
+                written += self.implant.inner(site, inputs, rows)
+        return params, macs, written

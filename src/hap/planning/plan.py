@@ -1,0 +1,181 @@
+"""Plan: for every unit keep, implant or remove, and what that means for every parameter. JSON in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hap.errors import HapError
+from hap.groups.types import Slice, Space
+from hap.implants import Implant, implant_from_dict
+from hap.planning.cost import Cost
+
+Indices = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Keep these indices, in this order, of axis `dim` (of length `size`) of a parameter or buffer."""
+
+    name: str
+    dim: int
+    size: int
+    keep: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Graft:
+    """Rows of a convolution's weight that an implant computes instead.
+
+    The module's output is [remaining rows | implanted rows]; `order`, if not None, rearranges that.
+    """
+
+    module: str
+    weight: str
+    rows: tuple[int, ...]
+    order: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Widen:
+    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero.
+
+    The output of its weight in the forward of the module `inside`, where that is given.
+    """
+
+    module: str
+    index: tuple[int, ...]
+    width: int
+    dim: int = 1
+    inside: str | None = None
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Set an integer attribute of a module, or one entry of an attribute that is a tuple or list of them."""
+
+    module: str
+    attribute: str
+    value: int
+    entry: int = 0
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone.
+
+    Its weight does, in the forward of the module `inside`, where that is given.
+    """
+
+    module: str
+    argument: int | str
+    dim: int
+    size: int
+    index: tuple[int, ...]
+    inside: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    kept: Indices
+    implanted: Indices
+    removed: Indices
+    coupling: str
+    cuts: tuple[Cut, ...]
+    grafts: tuple[Graft, ...]
+    widenings: tuple[Widen, ...]
+    resizes: tuple[Resize, ...]
+    implant: Implant | None
+    before: Cost
+    after: Cost
+    exact: bool
+    """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
+    example: Any
+    narrowings: tuple[Narrow, ...] = ()
+    turns: tuple[Space, ...] = ()
+    """Where heads are narrowed: both sides go over to their singular vectors, the strongest first, before the cuts."""
+    masks: bool = True
+    """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
+    untouched: str = ""
+    """What no plan could have touched, in one sentence; empty where that is not worth a word."""
+
+    def kept_inputs(self) -> dict[str, tuple[int, ...]]:
+        """The input channels that stay, of each convolution or linear weight that loses some."""
+        return {cut.name: cut.keep for cut in self.cuts if cut.dim == 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("cuts", "grafts", "widenings", "resizes", "narrowings", "turns"):
+            values[name] = [dataclasses.asdict(item) for item in values[name]]
+        values["implant"] = self.implant.to_dict() if self.implant else None
+        values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        try:
+            values = {"narrowings": [], "turns": [], "masks": bool(values["exact"]), "untouched": "", **values}
+            known = {f.name for f in dataclasses.fields(cls)}
+            if set(values) != known:
+                raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
+            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen, "resizes": Resize, "narrowings": Narrow}
+            made: dict[str, Any] = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
+            made["turns"] = tuple(_space(**v) for v in values["turns"])
+            implant = implant_from_dict(values["implant"]) if values["implant"] else None
+            costs = {k: Cost(**values[k]) for k in ("before", "after")}
+            return cls(**{**values, **made, **costs, "implant": implant})
+        except (TypeError, KeyError, AttributeError, HapError) as error:
+            raise HapError(f"this is not a plan that this version of HAP wrote: {error}") from error
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise HapError(f"the plan is not valid JSON: {error}") from error
+
+    def __str__(self) -> str:
+        head = ("layer", "before", "kept", "implanted", "removed")
+        rows = [
+            (n, *map(str, (sum(map(len, parts)), *map(len, parts))))
+            for n in self.kept
+            for parts in [(self.kept[n], self.implanted[n], self.removed[n])]
+        ]
+        totals = [sum(int(r[i]) for r in rows) for i in range(1, 5)]
+        rows.append(("total", *map(str, totals)))
+        widths = [max(len(r[i]) for r in [head, *rows]) for i in range(5)]
+        lines = [
+            "  ".join([r[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True))])
+            for r in [head, *rows]
+        ]
+        return "\n".join(
+            [
+                *lines,
+                f"params {_change(self.before.params, self.after.params)}",
+                f"MACs   {_change(self.before.macs, self.after.macs)}",
+                f"values written by layers {_change(self.before.activations, self.after.activations)}",
+                *([] if self.masks else [NORMED]),
+                *([self.untouched] if self.untouched else []),
+            ]
+        )
+
+
+NORMED = "a norm spans what goes, so what stays changes: the result is not that of masking it"
+
+
+def _change(before: int, after: int) -> str:
+    return f"{before:,} -> {after:,} ({after / before:.1%} left)" if before else "0"
+
+
+def _space(left: list[Any], right: list[Any], **rest: Any) -> Space:
+    return Space(left=tuple(Slice(**s) for s in left), right=tuple(Slice(**s) for s in right), **rest)
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

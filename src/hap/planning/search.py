@@ -1,0 +1,273 @@
+"""plan: scores and a budget -> a plan. Pure: nothing here touches a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hap.errors import HapError
+from hap.groups.groups import Groups
+from hap.groups.types import Bools, Ints
+from hap.groups.unprunable_summary import nothing_in_words, untouched_in_words
+from hap.implants import Implant, as_implant
+from hap.planning.assemble import assemble
+from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.cost import CostModel
+from hap.planning.plan import Plan
+
+MIXTURE_STEPS = 8
+
+
+def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | float | None = None,
+         limits: Limits = DEFAULT_LIMITS, *, per_cost: bool = False) -> Plan:  # fmt: skip
+    """Choose what to keep, implant and remove so that the budget is met.
+
+    Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score; where the
+    budget has several limits, the cost is that mixture of them with which the units kept have the highest scores.
+    The result is never above the budget, and keeping any one unit more would be.
+    """
+    if budget.latency is not None:
+        raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
+                       "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
+    if budget.flops is not None and groups.uncounted:
+        names = ", ".join(groups.uncounted)
+        warnings.warn(f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share "
+                      "that is really left may be another", stacklevel=2)  # fmt: skip
+    mixtures = _mixtures(len(budget.given)) if per_cost else [None]
+    searches = [_Search(groups, scores, budget, as_implant(implant), limits, mixture) for mixture in mixtures]
+    found = [search.solve() for search in searches]
+    best = int(np.argmax([search.kept_score(*one) for search, one in zip(searches, found, strict=True)]))
+    return assemble(searches[best].groups, *found[best], searches[best].implant)
+
+
+def _mixtures(kinds: int) -> list[NDArray[np.float64] | None]:
+    """Weights of the costs in a budget, in steps of an eighth, that add up to 1."""
+    steps = [w for w in itertools.product(range(MIXTURE_STEPS + 1), repeat=kinds) if sum(w) == MIXTURE_STEPS]
+    return [np.array(w) / MIXTURE_STEPS for w in steps]
+
+
+def least_flops(groups: Groups, scores: Mapping[str, Tensor], implant: Implant | None, limits: Limits, *,
+                per_cost: bool = False) -> float:  # fmt: skip
+    """The fraction of the multiply-adds that is left when all goes that the limits allow."""
+    search = _Search(groups, scores, Budget(flops=1.0), implant, limits, np.ones(1) if per_cost else None)
+    return float((search.value(*search.marking(len(search.order))) / search.dense)[0])
+
+
+class _Search:
+    """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first."""
+
+    def __init__(self, groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | None,
+                 limits: Limits, mixture: NDArray[np.float64] | None):  # fmt: skip
+        """Ranks by score alone, or with a `mixture` of the costs in the budget by score per cost saved."""
+        groups = groups if implant is None else implant.prepared(groups)
+        self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
+        self.cost = CostModel(groups, implant)
+        if not len(groups):
+            raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
+        names = list(groups)
+        values = _checked(groups, scores)
+        self.classes = np.concatenate([groups[n].classes for n in names])
+        self.group = np.repeat(np.arange(len(names)), [len(groups[n]) for n in names])
+        self.kind = _kinds(groups, self.classes)
+        self.full = groups.all_kept()
+        self.nothing = np.zeros_like(self.full)
+        self.dense = budget.of(self.cost(self.full, self.nothing))
+        left = np.array(list(budget.given.values()))
+        self.target = np.floor(left * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
+        self.scores = self.rank = np.concatenate([values[n] for n in names])
+        if implant is not None and implant.blind:
+            self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
+        if mixture is not None:
+            saved = self._saved(mixture)
+            self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)
+        self.eligible = self.nothing[self.classes] if implant is None else implant.eligible(groups)[self.classes]
+        self.streams: dict[int, list[int]] = {}
+        for source, target in groups.feeds.tolist():
+            self.streams.setdefault(source, []).append(target)
+        self.order = self._removal_order(names)
+
+    def _saved(self, mixture: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The share of the dense model's cost, in this mixture, that removing one unit saves."""
+        saved = np.ones(len(self.classes))
+        for kind in np.unique(self.kind):
+            members = np.flatnonzero(self.kind == kind)
+            kept = self.full.copy()
+            kept[self.classes[members[0]]] = False
+            saved[members] = mixture @ (np.maximum(self.dense - self.value(kept, self.nothing), 1) / self.dense)
+        return saved
+
+    def _removal_order(self, names: list[str]) -> Ints:
+        order = np.argsort(self.rank, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        removable = np.zeros(len(order), dtype=bool)
+        left_alone = self.groups.matching(self.limits.leave, "Limits.leave")
+        for g, name in enumerate(names):
+            streams = np.isin(self.groups[name].classes, self.groups.feeds[:, 1]).any()
+            if name in left_alone or (streams and self.limits.round_to > 1):  # others decide how wide a stream is
+                continue
+            members = np.flatnonzero(self.group == g)
+            worst_first = members[np.argsort(place[members])]
+            removable[worst_first[: self.limits.removable(len(members))]] = True
+        for classes in self.groups.spans():  # no layer may lose its last input or output
+            if (classes != 0).all() and len(able := np.flatnonzero(self.groups.sustaining(self.classes, classes))):
+                removable[able[np.argmax(place[able])]] = False
+        order = order[removable[order]]
+        if self.implant is not None and self.implant.blind:  # what an implant cannot replace goes last
+            order = order[np.argsort(~self.eligible[order], kind="stable")]
+        return order
+
+    def marking(self, count: int) -> tuple[Bools, Bools]:
+        """The classes kept (implants included) and implanted when the first `count` units of the order go."""
+        gone = self._rounded(self.order[:count])
+        stand_ins = gone[:0]
+        if self.implant is not None:
+            able = gone[self.eligible[gone]]
+            stand_ins = able[len(able) - round(self.implant.ratio * len(able)) :]
+        kept, grafted = self.full.copy(), self.nothing.copy()
+        kept[self.classes[gone]] = False
+        kept[self.classes[stand_ins]] = grafted[self.classes[stand_ins]] = True
+        return kept, grafted
+
+    def _rounded(self, gone: Ints) -> Ints:
+        """Give back the best of each group's removed units until what stays is a multiple of `round_to`."""
+        step = self.limits.round_to
+        if step == 1:
+            return gone
+        back = []
+        for g in np.unique(self.group[gone]):
+            members = gone[self.group[gone] == g]
+            stay = int((self.group == g).sum()) - len(members)
+            back.append(members[len(members) - min(-stay % step, len(members)) :])
+        return gone[~np.isin(gone, np.concatenate([gone[:0], *back]))]
+
+    def solve(self) -> tuple[Bools, Bools]:
+        """The classes kept (implants included) and implanted."""
+        return self.fill(*self.marking(self.bisect()))
+
+    def kept_score(self, kept: Bools, grafted: Bools) -> float:
+        """The sum of the scores of all units that stay as they are."""
+        return float(self.scores[(kept & ~grafted)[self.classes]].sum())
+
+    def value(self, kept: Bools, grafted: Bools) -> Ints:
+        return self.budget.of(self.cost(kept, grafted))
+
+    def fits(self, kept: Bools, grafted: Bools) -> bool:
+        return bool((self.value(kept, grafted) <= self.target).all())
+
+    def bisect(self) -> int:
+        """The smallest number of units to take from the order that meets the budget."""
+        least = self.value(*self.marking(len(self.order)))
+        for (kind, fraction), found, target, dense in zip(
+            self.budget.given.items(), least, self.target, self.dense, strict=True
+        ):
+            if found > target:
+                because = f"; {said}" if (said := untouched_in_words(self.groups)) else ""
+                raise HapError(
+                    f"{kind}={fraction} cannot be reached: with these limits at least "
+                    f"{math.ceil(found / dense * 1e4) / 1e4:.4f} of the dense model is left{because}. Ask for that or "
+                    "more, raise Limits.per_layer, or look at print(groups) for what is frozen."
+                )
+        low, high = -1, len(self.order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(*self.marking(middle)) else (middle, high)
+        return high
+
+    def fill(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+        """Keep what still fits, most sensitive first, until no single unit more would.
+
+        Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
+        share a part, keeping one unit can make another one cheaper.
+        """
+        if self.implant is None and self.limits.round_to == 1 and not self.streams:
+            return self._fill_plain(kept), grafted
+        before = -1
+        while before != (before := int((kept & ~grafted).sum())):
+            kept, grafted = self._fill_once(kept, grafted)
+        return kept, grafted
+
+    def _fill_once(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+        hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()
+        live = self.groups.alive(kept)
+        for unit in self.order[::-1]:
+            c = self.classes[unit]
+            if kept[c] and not grafted[c]:
+                continue
+            kind = (int(self.kind[unit]), bool(grafted[c]), tuple(live[self.streams.get(int(c), [])]))
+            if kind in hopeless or (block := self._block(unit, kept & ~grafted)) is None:
+                continue
+            more, fewer = kept.copy(), grafted.copy()
+            more[block], fewer[block] = True, False
+            if self.fits(more, fewer):
+                kept, grafted, live = more, fewer, self.groups.alive(more)
+            else:
+                hopeless.add(kind)
+        return kept, grafted
+
+    def _fill_plain(self, kept: Bools) -> Bools:
+        """The same where a unit more never makes another one cheaper: as many at a time as fit together."""
+        waiting = self.order[::-1]
+        while len(waiting := waiting[~kept[self.classes[waiting]]]):
+            low, high = 0, 1
+            while high <= len(waiting) and self._fit_too(kept, waiting[:high]):
+                low, high = high, 2 * high
+            high = min(high, len(waiting) + 1)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._fit_too(kept, waiting[:middle]) else (low, middle)
+            kept = kept.copy()
+            kept[self.classes[waiting[:low]]] = True
+            rest = waiting[low:]  # of which the first does not fit, and none of its kind
+            waiting = rest[self.kind[rest] != self.kind[rest[0]]] if len(rest) else rest
+        return kept
+
+    def _fit_too(self, kept: Bools, units: Ints) -> bool:
+        more = kept.copy()
+        more[self.classes[units]] = True
+        return self.fits(more, self.nothing)
+
+    def _block(self, unit: int, whole: Bools) -> Ints | None:
+        """The classes to give back with this unit so that `round_to` still holds, or None if that cannot be."""
+        step = self.limits.round_to
+        if step == 1:
+            return self.classes[[unit]]
+        out = self.order[(self.group[self.order] == self.group[unit]) & ~whole[self.classes[self.order]]]
+        block = out[::-1][:step]
+        complete = len(block) == len(out) and len(out) == int(
+            (~whole[self.classes[self.group == self.group[unit]]]).sum()
+        )
+        return self.classes[block] if len(block) == step or complete else None
+
+
+def _kinds(groups: Groups, classes: Ints) -> Ints:
+    """A number for each unit: equal for units that stand on the same axes equally often, and so cost the same."""
+    kind = np.zeros(groups.classes, dtype=np.int64)  # refined axis by axis
+    number = 1
+    for labels in groups.axes.values():
+        members, times = np.unique(labels, return_counts=True)
+        found, finer = np.unique(kind[members] * (len(labels) + 1) + times, return_inverse=True)
+        kind[members] = number + finer
+        number += len(found)
+    return kind[classes]
+
+
+def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
+    if missing := [n for n in groups if n not in scores]:
+        raise HapError(f"no scores for group {missing[0]!r}; score the same groups that are planned")
+    values = {}
+    for name, group in groups.items():
+        v = torch.as_tensor(scores[name]).detach().to("cpu", torch.float64).numpy()
+        if v.shape != (len(group),):
+            raise HapError(f"scores[{name!r}] has shape {v.shape}; expected ({len(group)},), one value per unit")
+        if not np.isfinite(v).all():
+            raise HapError(f"scores[{name!r}] holds {v[~np.isfinite(v)][0]}; scores must be finite")
+        values[name] = v
+    return values

@@ -1,0 +1,56 @@
+"""apply_: carry out a plan on a model, in place, and prove by running it that nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hap.execution.calibration import pointwise_fits
+from hap.execution.calling import imagine
+from hap.execution.fast_copy import apart
+from hap.execution.input_checks import outside_inference
+from hap.planning.plan import Plan
+from hap.surgery.build import _build_implants
+from hap.surgery.checks import check_fits
+from hap.surgery.cut import cut_tensors, operate_
+from hap.surgery.rotate_heads import turned
+from hap.utils.gc_pause import left_for_later
+from hap.verification.verify import verify_plan
+
+
+@left_for_later()
+def apply_(
+    model: nn.Module,
+    plan: Plan,
+    example: Any = None,
+    verify: bool = True,
+    batches: Iterable[Any] | None = None,
+) -> nn.Module:
+    """Prune `model` in place and return it. Modules keep their classes and names.
+
+    `verify` runs the result on `example` (or on random inputs like the traced ones) and compares it with the dense
+    model whose removed slices are zero; if they differ, HapError is raised and `model` is left as it was.
+    Implants that are fitted by least squares need `batches`, the calibration inputs; without them they start at the
+    kernel's centre. Make a new optimizer afterwards: the old one's momentum has the old shapes.
+    """
+    check_fits(model, plan)
+    if example is None and verify:
+        example = imagine(plan.example, next(iter(model.parameters())).device)
+    with outside_inference(model):
+        with turned(model, plan.turns, example if verify else None):
+            implants = _build_implants(model, plan, _fits(model, plan, batches))
+            shorter = cut_tensors(model, plan)
+            if verify:
+                verify_plan(model, plan, implants, example, shorter)
+                apart(shorter.values())
+        operate_(model, plan, implants, shorter)
+    return model
+
+
+def _fits(model: nn.Module, plan: Plan, batches: Iterable[Any] | None) -> dict[str, Tensor]:
+    if batches is None or plan.implant is None or not plan.implant.needs_inputs:
+        return {}
+    inputs = plan.kept_inputs()
+    return pointwise_fits(model, {g.module: (g.rows, inputs.get(g.weight)) for g in plan.grafts}, batches)

@@ -1,0 +1,167 @@
+"""narrowable: which attention heads can do with less width, found by trying.
+
+A head's scores depend on its query and key slices through their product alone, and its output on its value and output
+slices through theirs. Which rows belong together, and whether something in between such as a rotary embedding depends
+on the basis, is not read from names: other factors of the same products are put in, and the outputs must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.execution.calling import run
+from hap.execution.compare_outputs import example_in_float64, outputs
+from hap.execution.fast_copy import deepcopied
+from hap.groups.groups import Groups
+from hap.groups.transformer_blocks import heads
+from hap.groups.types import Group, Slice, Space
+from hap.surgery.rotate_heads import changes
+
+Widths = dict[str, list[tuple[int, int]]]
+
+
+def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
+    """The same groups, knowing which heads `hap.NarrowHeads` can narrow, and where.
+
+        heads = hap.narrowable(model, hap.only(groups, hap.heads(groups)), example)
+        plan = hap.plan(heads, scores, hap.Budget(flops=0.8), implant=hap.NarrowHeads(ratio=0.5, rank=0.5))
+
+    Each possibility is tried on a copy with random weights. Where queries and keys do not bear it, as under rotary
+    embeddings, values and outputs alone are narrowed; heads that bear neither are left out.
+    """
+    names = [n for n in heads(groups) if groups.padded.isdisjoint(groups[n].classes.tolist())]
+    seen = _layers_seen(model, example, groups, names)
+    shapes = [shape for name in names if (shape := _shape_of(groups, groups[name], seen)) is not None]
+    if not shapes:
+        return replace(groups, spaces=())
+    trial = _Trial(model, example, shapes)
+    values = trial.settle(shapes, _values)
+    keys = trial.settle([replace(shape, value=place) for shape, place in values.items()], _keys)
+    spaces = [s for found, make in ((values, _values), (keys, _keys)) for x, i in found.items() for s in make(x, i)]
+    return replace(groups, spaces=tuple(spaces))
+
+
+# ---- what a head owns -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The slices of the heads of one layer: `computed[u]` are those of queries, keys and values of head u, in some
+    order, and `read[u]` those of the output layer. `value` is the place of the values among the first."""
+
+    name: str
+    computed: tuple[tuple[Slice, ...], ...]
+    read: tuple[tuple[Slice, ...], ...]
+    value: int = -1
+
+    @property
+    def count(self) -> int:
+        return len(self.computed[0])
+
+
+def _values(shape: _Shape, value: int) -> list[Space]:
+    """The spaces between values and outputs, if the values are the slices at this place."""
+    return [Space(shape.name, u, shape.read[u], (own[value],)) for u, own in enumerate(shape.computed)]
+
+
+def _keys(shape: _Shape, key: int) -> list[Space]:
+    """The spaces between queries and keys, if the keys are at this place and all others but the values are queries."""
+    queries = [i for i in range(shape.count) if i not in (key, shape.value)]
+    return [Space(shape.name, u, tuple(own[i] for i in queries), (own[key],)) for u, own in enumerate(shape.computed)]
+
+
+def _shape_of(groups: Groups, group: Group, seen: Widths) -> _Shape | None:
+    """The slices of a layer's heads; None where their layers cannot be made narrower one by one."""
+    computed = [(p.weight, p.dim, p.unit) for p in group.producers]
+    unit = np.full(groups.classes, -1)
+    unit[group.classes] = np.arange(len(group))
+    read = [(weight, dim, unit[groups.axes[weight, dim]]) for weight, dim in group.consumers]
+    for side, layers in enumerate((read, computed)):
+        for weight, _, own in layers:
+            module, _, leaf = weight.rpartition(".")
+            uses = sum(term.weight == weight for term in groups.terms)
+            if leaf != "weight" or [widths[side] for widths in seen.get(module, [])] != [len(own)] * uses:
+                return None
+    rows, columns = (sum(int((own == 0).sum()) for _, _, own in layers) for layers in (computed, read))
+    width, rest = divmod(rows - columns, 2)  # queries are as many as outputs, keys and values one each
+    if rest or width < 2:
+        return None
+    sides = [
+        tuple(tuple(_slices(groups, layers, u, width, biased)) for u in range(len(group)))
+        for layers, biased in ((computed, True), (read, False))
+    ]
+    whole = all(len(s) * width == total for s, total in ((sides[0][0], rows), (sides[1][0], columns)))
+    even = all(len({len(own) for own in side}) == 1 for side in sides)
+    return _Shape(group.name, sides[0], sides[1]) if whole and even and len(sides[0][0]) > 2 else None
+
+
+def _slices(groups: Groups, layers: Iterable[Any], unit: int, width: int, biased: bool) -> Iterator[Slice]:
+    """A head's blocks of neighbouring rows, each as wide as the head."""
+    for weight, dim, own in layers:
+        bias = f"{weight.rpartition('.')[0]}.bias"
+        bias_of = bias if biased and (bias, 0) in groups.axes else None
+        for block in np.split(places := np.flatnonzero(own == unit), range(width, len(places), width)):
+            if len(block) == width and block[-1] - block[0] == width - 1:
+                yield Slice(weight, dim, int(block[0]), width, bias_of)
+
+
+def _layers_seen(model: nn.Module, example: Any, groups: Groups, names: Sequence[str]) -> Widths:
+    """The widths of what enters and leaves each layer of the heads, call by call, where a hook can change both."""
+    computing = [p.weight for n in names for p in groups[n].producers]
+    reading = [weight for n in names for weight, _ in groups[n].consumers]
+    modules, hooks = dict(model.named_modules()), []
+    seen: Widths = {w.rpartition(".")[0]: [] for w in computing + reading}
+    for name in seen:
+
+        def note(module: Any, args: Any, output: Any, name: str = name) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                seen[name].append((args[0].shape[-1], output.shape[-1]))
+
+        hooks.append(modules[name].register_forward_hook(note))
+    try:
+        run(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+class _Trial:
+    """A copy of the model with random heads in float64, and what it returns."""
+
+    def __init__(self, model: nn.Module, example: Any, shapes: Sequence[_Shape]):
+        self.model = deepcopied(model, {}).double()
+        self.example = example_in_float64(example)
+        tensors = dict(self.model.named_parameters())
+        generator = torch.Generator().manual_seed(0)
+        slices = {s for shape in shapes for own in (*shape.computed, *shape.read) for s in own}
+        for name in sorted({s.weight for s in slices} | {s.bias for s in slices if s.bias}):
+            tensor = tensors[name].data
+            drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            tensor.copy_(drawn * (2 / max(tensor.shape) ** 0.5 if tensor.ndim > 1 else 0.5))
+        try:
+            self.wanted = outputs(self.model, self.example)
+        except Exception as error:
+            what, why = type(model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise HapError(f"{what} does not run in float64, where narrow heads are tried: {why}") from error
+
+    def settle(self, shapes: Sequence[_Shape], make: Callable[[_Shape, int], list[Space]]) -> dict[_Shape, int]:
+        """For each layer the place with which its heads bear other factors. All layers at once, if that works."""
+        found: dict[_Shape, int] = {}
+        for place in range(max((s.count for s in shapes), default=0))[::-1]:  # most have the values last
+            left = [s for s in shapes if s not in found and s.value != place < s.count]
+            if self._bears([space for s in left for space in make(s, place)]):
+                found |= dict.fromkeys(left, place)
+            else:
+                found |= {s: place for s in left if self._bears(make(s, place))}
+        return found
+
+    def _bears(self, spaces: Sequence[Space]) -> bool:
+        return bool(spaces) and changes(self.model, spaces, self.example, self.wanted) is None

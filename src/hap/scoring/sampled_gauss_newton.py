@@ -1,0 +1,146 @@
+"""Traces of the Gauss-Newton matrix by sampled outputs, for units with several slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hap.errors import HapError
+from hap.scoring.base import Problem, fold
+from hap.scoring.batch import Batch, samples
+from hap.scoring.input_checks import check_alone, check_targets, is_per_sample
+from hap.scoring.over_all_slices import per_unit_of_all
+from hap.utils import distributed
+
+
+def drawn_traces(problem: Problem, inner: dict[str, int], draws: int, seed: int) -> Tensor:
+    """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and unit."""
+    device = next(iter(problem.weights.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.zeros(draws, problem.groups.units, dtype=torch.float64, device=device)
+    for batch, share in zip(problem.batches, problem.shares(), strict=True):
+        check_targets(batch)
+        weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
+        with torch.enable_grad(), _watching(problem) as seen:
+            output, loss = problem.evaluate(weights, batch)
+        check_seen(weights, seen.inputs, 'use JointTrace(method="hutchinson")')
+        if batch is problem.batches[0]:
+            with _watching(problem) as alone:
+                problem.last_alone(batch)
+            check_samples_first(batch, seen.inputs, alone.inputs)
+        logits = _logits(output, loss, batch)
+        for draw in range(draws):
+            squares = _row_squares(problem, inner, seen, logits, _root_times_signs(logits, generator))
+            units = per_unit_of_all(problem, lambda g, p, s=squares: fold(g, p, s[p.weight, p.dim]))
+            values[draw] += share / len(logits) * units
+    distributed.sum_([values])
+    return values
+
+
+def _logits(output: Any, loss: Tensor, batch: Batch) -> Tensor:
+    """The model's outputs, one vector per sample, if the loss is their cross-entropy."""
+    logits = getattr(output, "logits", output)
+    target = batch[1]
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(target, Tensor):
+        raise HapError('the output is not one vector per sample; use JointTrace(method="hutchinson")')
+    slope = torch.autograd.grad(loss, logits, retain_graph=True, materialize_grads=True)[0].double()
+    plain = [_slope_of_cross_entropy(logits, target, dtype).double() for dtype in {loss.dtype, torch.float32}]
+    off = min(float((slope - p).norm() / p.norm().clamp_min(1e-30)) for p in plain)
+    if off > max(1e-4, torch.finfo(loss.dtype).eps / 2):
+        raise HapError(
+            f"the loss is not the cross-entropy of the outputs: its gradient in them is off by {off:.2g}, relative; "
+            'this method knows the cross-entropy alone. Use JointTrace(method="hutchinson").'
+        )
+    return logits
+
+
+@torch.enable_grad()
+def _slope_of_cross_entropy(logits: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient in the outputs of their cross-entropy, computed in a dtype. It tells apart losses whose values are
+    close, as those with and without label smoothing are where all classes are about as probable."""
+    outputs = logits.detach().requires_grad_()
+    loss = F.cross_entropy(outputs.to(dtype), target.to(dtype) if target.is_floating_point() else target)
+    return torch.autograd.grad(loss, outputs)[0]
+
+
+def _root_times_signs(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """S e for random signs e, with S S^T = diag(q) - q q^T and q the probabilities: S = (1 - q 1^T) diag(sqrt(q))."""
+    q = logits.detach().double().softmax(-1)
+    signs = torch.randint(0, 2, q.shape, generator=generator, device=q.device).to(q) * 2 - 1
+    root = q.sqrt() * signs
+    return (root - q * root.sum(-1, keepdim=True)).to(logits.dtype)
+
+
+@dataclass
+class _Seen:
+    """What went in and out of layers during one forward pass, by the layer's name."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def _watching(problem: Problem) -> Iterator[_Seen]:
+    """Notes what enters and leaves the layers that own the problem's weights."""
+    modules, seen, hooks = dict(problem.model.named_modules()), _Seen(), []
+    for name in dict.fromkeys(weight.rpartition(".")[0] for weight in problem.weights):
+
+        def note(module: Any, args: Any, output: Any, name: str = name) -> None:
+            if name in seen.inputs:
+                raise HapError(f"{name} runs more than once in a forward pass, so its samples cannot be told apart")
+            if args and isinstance(output, Tensor):
+                seen.inputs[name], seen.outputs[name] = args[0], output
+
+        hooks.append(modules[name].register_forward_hook(note, prepend=True))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_seen(weights: Iterable[str], inputs: Mapping[str, Tensor], instead: str) -> None:
+    """Some modules use the weight of another one, or are called in a way that a hook cannot follow."""
+    for weight in weights:
+        if weight not in inputs and weight.rpartition(".")[0] not in inputs:
+            raise HapError(f"what {weight} is applied to is hidden from the layer that owns it; {instead}")
+
+
+def check_samples_first(batch: Batch, inputs: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> None:
+    """Refuse layers whose input does not hold one sample at each index of its first axis, where sizes do not tell."""
+    count = samples(batch)
+    whole = {f"what {name} reads": x for name, x in inputs.items() if is_per_sample(x, count)}
+    check_alone(whole, {f"what {name} reads": x for name, x in alone.items()})
+
+
+def _row_squares(
+    problem: Problem, inner: dict[str, int], seen: _Seen, logits: Tensor, vector: Tensor
+) -> dict[tuple[str, int], Tensor]:
+    """For each slice's (weight, axis): sum over samples of the squared gradient, for every index of that axis."""
+    layers = {weight: weight.rpartition(".")[0] for weight in problem.weights}
+    back = torch.autograd.grad(
+        logits, [seen.outputs[layers[w]] for w in layers], vector, retain_graph=True, materialize_grads=True
+    )
+    squares = {}
+    for weight, gradient in zip(layers, back, strict=True):
+        x, axis = seen.inputs[layers[weight]].detach(), inner[weight]
+        _check_matrix(weight, tuple(problem.weights[weight].shape), axis, x, gradient, len(logits))
+        each = x.flatten(1, -2).transpose(1, 2) @ gradient.flatten(1, -2)  # a sample's gradient: (inputs, outputs)
+        square = each.to(torch.promote_types(each.dtype, torch.float32)).square_().sum(0, dtype=torch.float64)
+        squares[weight, axis], squares[weight, 1 - axis] = square.sum(1), square.sum(0)
+    return squares
+
+
+def _check_matrix(weight: str, shape: tuple[int, ...], axis: int, x: Tensor, gradient: Tensor, count: int) -> None:
+    expected = (x.shape[-1], gradient.shape[-1]) if axis == 0 else (gradient.shape[-1], x.shape[-1])
+    if x.ndim < 3 or len(x) != count or len(gradient) != count or shape != expected:
+        raise HapError(
+            f"{weight} of shape {shape} turns {tuple(x.shape)} into {tuple(gradient.shape)}, which is no matrix "
+            'applied to the last axis of every sample; use JointTrace(method="hutchinson")'
+        )

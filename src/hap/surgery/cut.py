@@ -1,0 +1,169 @@
+"""Cut the tensors of a model as a plan says, and make all else follow: attributes, implants, what stands around."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from hap.execution.calling import letting_go
+from hap.implants import ImplantModule
+from hap.planning.plan import Cut, Plan
+from hap.surgery.hooks import attach_implant, attach_narrowing, attach_widening
+from hap.surgery.multihead_attention import FewerHeads
+from hap.surgery.recurrent_sizes import follow_weights_
+from hap.utils.module_tree import named_tensors
+
+LARGE = 1 << 20
+"""How many elements a matrix has at least that is cut a few rows at a time."""
+
+
+def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> dict[str, Tensor]:
+    """What the plan leaves of the tensors that it cuts, or of those with these names."""
+    tensors = named_tensors(model)
+    cuts: dict[str, list[Cut]] = {}
+    for cut in plan.cuts:
+        if names is None or cut.name in names:
+            cuts.setdefault(cut.name, []).append(cut)
+    with torch.no_grad():
+        return {name: _shortened_by(tensors[name].detach(), some) for name, some in cuts.items()}
+
+
+def _shortened_by(tensor: Tensor, cuts: list[Cut]) -> Tensor:
+    """What several cuts leave. Of a large matrix a few rows at a time, so that what the first cut leaves of it is never
+    written out whole: memory that is new to a process takes longer to get than to fill."""
+    if {cut.dim for cut in cuts} == {0, 1} and tensor.numel() >= LARGE and tensor.is_contiguous():
+        rows, columns = (_index(cut, tensor) for cut in sorted(cuts, key=lambda cut: cut.dim))
+        shorter = tensor.new_empty(len(rows), len(columns), *tensor.shape[2:])
+        for some, place in zip(rows.split(step := _rows_at_once(tensor)), shorter.split(step), strict=True):
+            torch.index_select(tensor.index_select(0, some), 1, columns, out=place)
+        return shorter
+    for cut in cuts:
+        tensor = shortened(tensor, cut)
+    return tensor
+
+
+def _rows_at_once(tensor: Tensor) -> int:
+    return max(1, LARGE // (4 * tensor[0].numel()))
+
+
+def operate_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
+    tensors = named_tensors(model)
+    with letting_go(model):
+        with torch.no_grad():
+            for name, tensor in shorter.items():
+                _replace_data(tensors[name], tensor)
+        follow_(model, plan, implants)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()  # the list of its weights, which cuDNN wants side by side in memory
+
+
+def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
+    """Everything but the tensors, which are cut already: attributes, implants and what stands around modules."""
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        aliases.setdefault(id(tensor), []).append(name)
+    touched: dict[str, dict[str, list[int]]] = {}
+    for cut in plan.cuts:
+        for alias in aliases[id(tensors[cut.name])]:
+            owner, leaf = _owner(modules, alias, tensors[cut.name])
+            shape = touched.setdefault(owner, {}).setdefault(leaf, list(tensors[cut.name].shape))
+            shape[cut.dim] = cut.size
+    for owner, before in touched.items():
+        _sync(modules[owner], before)
+    for resize in plan.resizes:
+        old = vars(modules[resize.module])[resize.attribute]
+        setattr(modules[resize.module], resize.attribute, with_entry(old, resize.entry, resize.value))
+    for graft in plan.grafts:
+        attach_implant(modules[graft.module], implants[graft.module], graft)
+    for widen in plan.widenings:
+        attach_widening(modules, widen)
+    for narrow in plan.narrowings:
+        attach_narrowing(modules, narrow)
+
+
+def with_entry(old: Any, entry: int, value: Any) -> Any:
+    """The value in place of the old one; of several in a tuple or list, in place of the one at `entry`."""
+    if not isinstance(old, tuple | list):
+        return value
+    items = [*old[:entry], value, *old[entry + 1 :]]
+    return old._make(items) if hasattr(old, "_make") else type(old)(items)  # that of a namedtuple takes them one by one
+
+
+def _owner(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> tuple[str, str]:
+    """The module that a tensor belongs to and its name there, also where that is computed from it."""
+    owner, _, leaf = name.rpartition(".")
+    layer, found, parametrized = owner.rpartition("parametrizations.")
+    for ending in ("_orig", "_v"):  # torch.nn.utils.prune and weight_norm compute from it what the module holds
+        made = leaf.removesuffix(ending)
+        if made != leaf and isinstance(vars(modules[owner]).get(made), Tensor):
+            setattr(modules[owner], made, tensor.detach())  # of the right shape, until the next forward
+            return owner, made
+    own = found and "." not in parametrized  # and not of one of the modules that compute it
+    if own and getattr(modules[layer.rstrip(".")], parametrized).shape == tensor.shape:
+        return layer.rstrip("."), parametrized
+    return owner, leaf
+
+
+def _replace_data(tensor: Tensor, shorter: Tensor) -> None:
+    """Through .data, so that modules that share the parameter go on sharing it."""
+    if tensor.requires_grad:  # a graph still alive holds a gradient accumulator of the old shape; a new type drops it
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = shorter
+    tensor.grad = None
+
+
+def shortened(tensor: Tensor, cut: Cut) -> Tensor:
+    return tensor.index_select(cut.dim, _index(cut, tensor)).contiguous(memory_format=_format(tensor))
+
+
+def _index(cut: Cut, tensor: Tensor) -> Tensor:
+    return torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    channels_last = (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    )
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+# ---- attributes follow the tensors --------------------------------------------------------------------------
+
+
+def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
+    """Make a module's integers agree with its tensors again. `before` holds the old shapes of those that were cut."""
+    if isinstance(module, _ConvNd):
+        _sync_convolution(module, before.get("weight", list(module.weight.shape)))
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, _NormBase):
+        vectors = (module.weight, module.bias, module.running_mean)
+        module.num_features = next(len(v) for v in vectors if v is not None)
+    elif isinstance(module, nn.GroupNorm):
+        module.num_channels = len(module.weight)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.MultiheadAttention):
+        FewerHeads.take_over(module)
+    elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        follow_weights_(module)
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+def _sync_convolution(module: _ConvNd, before: list[int]) -> None:
+    weight = module.weight
+    if module.groups > 1 and (module.transposed or module.groups >= before[1]):  # whole groups went: rules._tie_groups
+        module.groups = module.groups * weight.shape[0] // before[0]
+    first, second = weight.shape[0], weight.shape[1] * module.groups
+    module.in_channels, module.out_channels = (first, second) if module.transposed else (second, first)

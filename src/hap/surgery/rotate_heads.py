@@ -1,0 +1,113 @@
+"""Turning heads: other factors of the same products, with the leading singular directions first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.execution.compare_outputs import difference, in_float64, is_float32, outputs
+from hap.groups.types import Slice, Space
+
+CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-6}
+"""How far outputs may be off, relative to the largest: some forwards compute parts in float32 whatever they get."""
+
+
+@contextmanager
+def turned(model: nn.Module, spaces: Sequence[Space], example: Any = None) -> Iterator[None]:
+    """Turn these heads in place, for good unless something inside raises.
+
+    With an `example`, HapError if the model then returns anything else.
+    """
+    if not spaces:
+        yield
+        return
+    if example is not None:
+        _check(model, spaces, example)
+    before = turn_(model, spaces)
+    try:
+        yield
+    except BaseException:
+        put_back_(model, before)
+        raise
+
+
+def _check(model: nn.Module, spaces: Sequence[Space], example: Any) -> None:
+    problem = changes(model, spaces, example)
+    if problem and is_float32(model):  # by rounding? Float64 tells.
+        exact, again = in_float64(model, example)
+        problem = changes(exact, spaces, again)
+    if problem:
+        raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
+
+
+def changes(model: nn.Module, spaces: Sequence[Space], example: Any, wanted: list[Any] | None = None) -> str | None:
+    """What turning these heads changes in the outputs, in words. The model is left as it was.
+
+    `wanted` are its outputs, where they are known.
+    """
+    wanted = outputs(model, example) if wanted is None else wanted
+    before = turn_(model, spaces)
+    try:
+        return difference(wanted, outputs(model, example), tolerance=CLOSE)
+    finally:
+        put_back_(model, before)
+
+
+@torch.no_grad()
+def turn_(model: nn.Module, spaces: Sequence[Space]) -> dict[str, Tensor]:
+    """Write the factors of each product by singular values, the largest first; returns what the tensors were.
+
+    HapError where a weight is not finite; the model is then as it was.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    parts = [part for s in spaces for part in (*s.left, *s.right)]
+    names = {n for part in parts for n in (part.weight, part.bias) if n is not None}
+    before = {n: tensors[n].detach().clone() for n in names}
+    if bad := [n for n in sorted(names) if not before[n].isfinite().all()]:
+        raise HapError(f"{bad[0]} holds values that are not finite; heads can be narrowed where all weights are")
+    for space in spaces:
+        sides = [torch.cat([_matrix(tensors, part) for part in side]) for side in (space.left, space.right)]
+        for side, values in zip((space.left, space.right), factors(*sides), strict=True):
+            for part, rows in zip(side, values.split([len(_matrix(tensors, p)) for p in side]), strict=True):
+                _write(tensors, part, rows)
+    return before
+
+
+def put_back_(model: nn.Module, before: dict[str, Tensor]) -> None:
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    for name, values in before.items():
+        tensors[name].data.copy_(values)
+
+
+def factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """L and R with the same L R^T, their columns the singular vectors of it times the roots of the singular values.
+
+    Both are (something, width), so the product itself, as large as a layer, is never made.
+    """
+    (q, a), (p, b) = torch.linalg.qr(left), torch.linalg.qr(right)
+    u, s, vh = torch.linalg.svd(a @ b.mT)
+    rank = len(s)
+    made = [(q @ u[:, :rank]) * s.sqrt(), (p @ vh.mT[:, :rank]) * s.sqrt()]
+    return tuple(torch.nn.functional.pad(m, (0, left.shape[1] - rank)) for m in made)  # type: ignore[return-value]
+
+
+def _matrix(tensors: dict[str, nn.Parameter], part: Slice) -> Tensor:
+    """(inputs or outputs of the layer, width of the head), with the bias as one more row; on the CPU, where small
+    decompositions are fast."""
+    matrix = tensors[part.weight].detach().narrow(part.dim, part.start, part.width)
+    matrix = matrix.mT if part.dim == 0 else matrix
+    if part.bias is not None:
+        matrix = torch.cat([matrix, tensors[part.bias].detach()[None, part.start : part.start + part.width]])
+    return matrix.to("cpu", torch.float64)
+
+
+def _write(tensors: dict[str, nn.Parameter], part: Slice, values: Tensor) -> None:
+    if part.bias is not None:
+        tensors[part.bias].data[part.start : part.start + part.width] = values[-1]
+        values = values[:-1]
+    tensors[part.weight].data.narrow(part.dim, part.start, part.width).copy_(values.mT if part.dim == 0 else values)

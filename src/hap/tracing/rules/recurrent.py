@@ -1,0 +1,146 @@
+"""Recurrent layers: how units pass through LSTM, GRU and RNN layers and their cells, and what follows when some go.
+
+A hidden unit owns a row of every gate in the weights and biases of a layer, the column of the recurrent weight that
+reads it, and a feature of the outputs and states. All layers and directions of a module have one hidden size, so that
+unit j goes from all of them. With its parameters at zero a unit starts at zero and stays there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import fx
+
+from hap.graph.nodes import arguments, shape_of, short_name
+from hap.graph.operator_families import EXPANDING, RECURRENT, SAME_ORDER, STRUCTURAL, UNCHANGED
+from hap.groups.types import Ints
+from hap.tracing.rules import registry
+from hap.tracing.weight_views import View
+
+if TYPE_CHECKING:
+    from hap.tracing.trace import Tracer
+
+PACKED = "reads a packed sequence"
+PROJECTED = "projects its states (proj_size)"
+ACROSS = "runs along an axis that would be cut"
+GIVEN = "it starts from a state that is never cut"
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The names of what one direction of one layer is made of."""
+
+    inputs: str
+    states: str
+    biases: tuple[str, ...]
+
+
+@registry.rule(*(name for name in RECURRENT if not name.endswith("_cell")))
+def recurrent(tracer: Tracer, node: fx.Node) -> Any:
+    """Outputs (batch and steps, in either order, x features) and the states after the last step."""
+    given = arguments(node)
+    if "batch_sizes" in given:
+        return registry.freeze_all(tracer, node, PACKED)
+    per, sides = 4 if given["has_biases"] else 2, 2 if given["bidirectional"] else 1
+    if len(given["params"]) != per * sides * given["num_layers"]:
+        return registry.freeze_all(tracer, node, PROJECTED)
+    names = [tracer.parameter(p) for p in given["params"]]
+    units = _units(tracer, node, given["input"], names, per, sides)
+    if units is None:
+        return registry.freeze_all(tracer, node, registry.COMPUTED)
+    states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
+    _start(tracer, node, states, units)
+    last = registry.spread(units, 3, -1)
+    return [registry.spread(np.tile(units, sides), 3, -1), *(last for _ in states)]
+
+
+@registry.rule(*(name for name in RECURRENT if name.endswith("_cell")))
+def cell(tracer: Tracer, node: fx.Node) -> Any:
+    """One step of one layer, from one state to the next."""
+    given = arguments(node)
+    biases = [b for b in (given["b_ih"], given["b_hh"]) if b is not None]
+    names = [tracer.parameter(p) for p in (given["w_ih"], given["w_hh"], *biases)]
+    units = _units(tracer, node, given["input"], names, len(names), 1)
+    if units is None:
+        return registry.freeze_all(tracer, node, registry.COMPUTED)
+    states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
+    _start(tracer, node, states, units)
+    labels = registry.spread(units, 2, -1)
+    return [labels for _ in states] if isinstance(node.meta["val"], list | tuple) else labels
+
+
+def _units(tracer: Tracer, node: fx.Node, x: fx.Node, names: list[str | None], per: int, sides: int) -> Ints | None:
+    """The labels of the hidden units, once all that computes and reads them is tied; None if weights are computed."""
+    known = [name for name in names if name is not None]
+    if len(known) < len(names):
+        return None
+    parts = [known[i : i + per] for i in range(0, len(known), per)]
+    directions = [Direction(part[0], part[1], tuple(part[2:])) for part in parts]
+    gates = RECURRENT[short_name(node)]
+    hidden = tracer.shapes[directions[0].states][1]
+    units = tracer.axis(directions[0].inputs, 0, "out")[:hidden]
+    for place, direction in enumerate(directions):
+        read = _features(tracer, node, x) if place < sides else np.tile(units, sides)
+        for weight, labels in ((direction.inputs, read), (direction.states, units)):
+            tracer.join(tracer.axis(weight, 0, "out").reshape(gates, hidden), units)
+            tracer.tie(weight, 1, labels, "in")
+            tracer.contraction(node, View.of(weight, tracer.shapes[weight]), math.prod(shape_of(x)[:-1]))
+        for bias in direction.biases:
+            tracer.tie(bias, 0, np.tile(units, gates), "free")
+    return units
+
+
+def _features(tracer: Tracer, node: fx.Node, x: fx.Node) -> Ints:
+    """The labels of what a layer reads or starts from, along the last axis."""
+    labels = tracer.labels(x)
+    if labels.numel() > 1 and labels.shape[-1] == 1:
+        tracer.freeze(labels, short_name(node), ACROSS)
+        return np.zeros(shape_of(x)[-1], dtype=np.int64)
+    return registry.along(tracer, x, -1)
+
+
+# ---- initial states -----------------------------------------------------------------------------------------------
+
+
+def _start(tracer: Tracer, node: fx.Node, states: list[fx.Node], units: Ints) -> None:
+    """States to start from share the fate of the units. Zeros are made as long as the units that are left."""
+    for state in states:
+        zeros = _zeros(state)
+        if zeros is not None and not registry.varies(tracer.values[zeros]):
+            if shape_of(zeros)[-1] == len(units):
+                tracer.values[zeros] = registry.spread(units, len(shape_of(zeros)), -1)
+            if tracer.module(zeros) != tracer.module(node):  # a forward that makes them has their size from somewhere
+                tracer.sized.append(units)
+                tracer.shaped.append((tracer.module(zeros), tracer.values[zeros], None))
+            continue
+        labels = _features(tracer, node, state if zeros is None else zeros)
+        tracer.freeze(units[labels == 0], tracer.module(node) or short_name(node), GIVEN)
+        tracer.join(labels[labels != 0], units[labels != 0])
+
+
+def _zeros(node: fx.Node) -> fx.Node | None:
+    """The node that makes zeros which nobody writes to, if these are seen here, as they are or in another shape."""
+    if node.op != "call_function":
+        return None
+    if short_name(node) in ("zeros", "new_zeros"):
+        return None if _written_to(node) else node
+    source = node.args[0] if node.args else None
+    same = short_name(node) in UNCHANGED | EXPANDING | SAME_ORDER | {"repeat"}
+    return _zeros(source) if same and isinstance(source, fx.Node) else None
+
+
+def _written_to(node: fx.Node) -> bool:
+    """Whether a tensor, or a view of it, is written to."""
+    users = {user: short_name(user) for user in node.users if user.op == "call_function"}
+    return any(
+        name.endswith("_") or (name in STRUCTURAL | UNCHANGED and _written_to(user)) for user, name in users.items()
+    )
+
+
+# ---- what follows -------------------------------------------------------------------------------------------------
+
+
+# ---- derivatives --------------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Zeros that stand in for heads which a forward will not do without.
+
+Some attention modules cannot run with fewer heads: they share a table with other layers, or read how many heads there
+are from a place that all layers have in common. The layers around them still can lose a head: behind those that compute
+it zeros take its place, and those that read it skip them. What happens in between is as it was, and costs as much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from hap.graph.shared_tables import Arguments
+from hap.groups.groups import Groups
+from hap.groups.transformer_blocks import heads
+from hap.groups.types import Group, Ints, Narrowing, Scatter
+
+Axis = tuple[str, int]
+
+
+def stand_in(
+    groups: Groups, held: Ints, called: Arguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
+) -> tuple[Groups, Ints]:
+    """The groups with zeros in place of the classes in `held` that go, and those of them that this cannot be done for.
+
+    It can for heads whose every layer is called by itself, so that hooks can stand around it, or whose weight the
+    forward of a module hands to `functional.linear`: `inside` says of which.
+    """
+    touched = [groups[n] for n in heads(groups) if np.isin(groups[n].classes, held).any()]
+    around = {g.name: found for g in touched if (found := _layers(groups, g, called, modules, inside)) is not None}
+    padded = np.unique(np.concatenate([np.zeros(0, np.int64), *(groups[n].classes for n in around)]))
+    unable = np.setdiff1d(held, np.append(padded, 0))
+    return (_padded(groups, padded, around, inside) if len(around) and not len(unable) else groups), unable
+
+
+def _layers(
+    groups: Groups, group: Group, called: Arguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
+) -> set[Axis] | None:
+    """The axes of weights, and of their biases, around what a group's heads meet in; None if some are out of reach."""
+    if np.isin(group.classes, groups.feeds).any():  # a stream has a scatter of its own
+        return None
+    made, read = [(p.weight, p.dim) for p in group.producers], list(group.consumers)
+    uses = Counter(term.weight for term in groups.terms)
+    for weight, dim in made + read:
+        name, _, leaf = weight.rpartition(".")
+        module, calls = modules.get(name), called.get(name, [])
+        if weight in inside and not calls:
+            rows = (weight, dim) in made
+            if leaf != "weight" or dim != 1 - rows or uses[weight] != len(called.get(inside[weight], [])):
+                return None
+            continue
+        entering = groups.shapes[weight][1 - dim if (weight, dim) in made else dim] if dim < 2 else None
+        alone = leaf == "weight" and module is not None and not [*module.children()] and uses[weight] == len(calls) > 0
+        whole = all(0 in call and call[0][_axis(groups, weight)] == entering for call in calls)
+        if not (alone and whole and getattr(module, "groups", 1) == 1) or getattr(module, "transposed", False):
+            return None
+    return {*made, *read} | {(f"{weight.rpartition('.')[0]}.bias", 0) for weight, _ in made}
+
+
+def _axis(groups: Groups, weight: str) -> int:
+    """Along which axis a layer's inputs and outputs have its channels."""
+    return -1 if len(groups.shapes[weight]) == 2 else 1
+
+
+def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], inside: Mapping[str, str]) -> Groups:
+    """These classes live on the given axes alone; all else is as long as ever."""
+    cut = set().union(*around.values())
+    to = np.arange(groups.classes)
+    to[padded] = 0
+    scatters, narrowings = list(groups.scatters), [replace(x, classes=to[x.classes]) for x in groups.narrowings]
+    made = {(p.weight, p.dim): None for n in around for p in groups[n].producers}
+    read = {key: None for n in around for key in groups[n].consumers}
+    for weight, dim in made:
+        classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
+        scatters.append(Scatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
+    for weight, dim in read:
+        classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
+        narrowings.append(Narrowing(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
+    return replace(
+        groups,
+        axes={key: classes if key in cut else to[classes] for key, classes in groups.axes.items()},
+        lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
+        products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
+        narrowings=tuple(narrowings),
+        scatters=tuple(scatters),
+        spanned=groups.spanned - frozenset(padded.tolist()),
+        renormed=groups.spanned & frozenset(padded.tolist()),
+        padded=frozenset(padded.tolist()),
+    )

@@ -1,0 +1,11 @@
+"""Mappings of any kind as dicts, the only ones that torch looks into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def plain(example: Any) -> Any:
+    """The example with a dict in place of any other mapping, such as a tokenizer's: torch looks into dicts alone."""
+    return dict(example) if isinstance(example, Mapping) else example

@@ -1,0 +1,43 @@
+"""Weights that say enough for a comparison: next to nothing, they would hide whatever comes before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hap.execution.compare_outputs import largest
+
+SILENT = 0.1
+"""Weights that could not even make outputs this many times as large as inputs say too little."""
+
+
+def telling_weights(model: nn.Module, scales: Mapping[str, float] | None = None) -> dict[str, Tensor]:
+    """Random values, the same at every call, for weights of next to nothing and those that `scales` names.
+
+    Such as a classifier that begins with zeros, or the scale of a branch. A scale says how many times as large as its
+    inputs the outputs of a weight shall be.
+    """
+    tensors = {n: t.detach() for n, t in model.named_parameters() if t.is_floating_point() and t.numel()}
+    wanted = {n: scale for n, scale in (scales or {}).items() if n in tensors}
+    wanted |= {n: 1.0 for n, t in tensors.items() if n not in wanted and not n.endswith("bias") and _silent(t)}
+    random = torch.Generator().manual_seed(0)
+    return {n: _drawn(tensors[n], scale, random) for n, scale in wanted.items()}
+
+
+def _fans(tensor: Tensor) -> float:
+    """About how many inputs go into an output; 1 for a vector, which scales."""
+    return tensor.numel() / max(tensor.shape, default=1)
+
+
+def _silent(tensor: Tensor) -> bool:
+    """Whether products with these weights come to next to nothing. The first row of a large tensor most often tells."""
+    least = SILENT / _fans(tensor) ** 0.5
+    return largest(tensor[:1] if tensor.ndim else tensor) < least and largest(tensor) < least
+
+
+def _drawn(like: Tensor, scale: float, random: torch.Generator) -> Tensor:
+    """Random weights that make outputs about `scale` times as large as inputs. Scales are positive."""
+    values = scale / _fans(like) ** 0.5 * torch.randn(like.shape, generator=random)
+    return (values.abs() if _fans(like) == 1 else values).to(like)

@@ -1,0 +1,253 @@
+"""What an experiment is made of, and how it is read from TOML. Everything is checked before any work begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hap.errors import HapError
+from hap.implants import KINDS, ChannelImplant, Implant, implant_from_dict
+from hap.planning.budget import Budget, Limits
+from hap.scoring import Criterion, HessianTrace, as_criterion
+from hap.training import recipes
+from hap.training.recipes import Recipe
+
+DISTILL = 0.7
+"""The weight of a teacher's word where neither the recipe nor the caller sets one."""
+RECIPE_FIELDS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "seed")
+
+
+@dataclass(frozen=True)
+class PruneStep:
+    """One way to prune: a criterion, a budget (fractions LEFT, all of which hold), and how far it may go.
+
+    `implant` is the share of the removed units to replace. `probes` asks for the Hessian's trace by that many random
+    probes instead of exactly. `leave` holds patterns of layers not to touch.
+    """
+
+    name: str
+    criterion: str = "hessian"
+    params: float | None = None
+    flops: float | None = None
+    channels: float | None = None
+    implant: float = 0.0
+    implant_kind: str = "Pointwise"
+    implant_init: str | None = None
+    coupling: str = "joint"
+    probes: int | None = None
+    per_layer: float = 0.95
+    round_to: int = 1
+    leave: tuple[str, ...] = ()
+    per_cost: bool = False
+    compensate: bool = False
+    activations: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leave", tuple(self.leave))
+        if self.coupling not in ("joint", "union"):
+            raise HapError(f"coupling is {self.coupling!r}; expected 'joint' or 'union'")
+        self.budget(), self.limits(), self.make_implant(), self.make_criterion()
+
+    def budget(self) -> Budget:
+        return Budget(self.params, self.flops, self.channels, activations=self.activations)
+
+    def limits(self) -> Limits:
+        return Limits(per_layer=self.per_layer, round_to=self.round_to, leave=self.leave)
+
+    def make_implant(self) -> Implant | None:
+        kinds = [name for name, kind in KINDS.items() if issubclass(kind, ChannelImplant)]
+        if self.implant_kind not in kinds:
+            raise HapError(f"implant kind is {self.implant_kind!r}; expected one of {', '.join(kinds)}")
+        if not self.implant:
+            return None
+        init = {} if self.implant_init is None else {"init": self.implant_init}
+        return implant_from_dict({"kind": self.implant_kind, "ratio": self.implant, **init})
+
+    def make_criterion(self, seed: int = 0) -> Criterion:
+        """The criterion by name, with the probes asked for and, where it draws at random, the seed."""
+        criterion = as_criterion(self.criterion)
+        if self.probes is not None:
+            if not isinstance(criterion, HessianTrace):
+                raise HapError(f"probes are for criterion 'hessian', not for {self.criterion!r}")
+            criterion = HessianTrace(method="hutchinson", probes=self.probes)
+        seeded = any(f.name == "seed" for f in dataclasses.fields(criterion))
+        return dataclasses.replace(criterion, seed=seed) if seeded else criterion  # type: ignore[call-arg]
+
+    @property
+    def slug(self) -> str:
+        """The name as a file name."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-.") or "prune"
+
+
+@dataclass(frozen=True)
+class DenseStep:
+    """The dense network: trained by a recipe (its name and the fields to replace), or read from a checkpoint."""
+
+    recipe: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.recipe is None) == (self.checkpoint is None):
+            raise HapError("[dense] needs either a recipe to train by or a checkpoint to start from")
+        if self.checkpoint is not None and self.changes:
+            raise HapError(f"[dense] has a checkpoint, so {next(iter(self.changes))!r} has no effect; remove one")
+
+    def make(self, seed: int) -> Recipe:
+        assert self.recipe is not None
+        return _recipe(self.recipe, self.changes, seed)
+
+
+@dataclass(frozen=True)
+class FinetuneStep:
+    """How the pruned networks are fine-tuned; with `teacher` the dense one guides them."""
+
+    recipe: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    teacher: bool = False
+
+    def make(self, seed: int) -> Recipe:
+        recipe = _recipe(self.recipe, self.changes, seed)
+        if self.teacher and not recipe.distill:
+            return dataclasses.replace(recipe, distill=DISTILL)
+        return recipe if self.teacher else dataclasses.replace(recipe, distill=0.0)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A dense network, ways to prune it, and one fine-tuning, which is done once for every seed.
+
+    `calibration` images score the units; with `probes`, that many Hutchinson probes are drawn for the report's
+    picture of how the estimate settles. `threads` is the number of CPU threads; 0 leaves torch its choice.
+    """
+
+    model: str
+    data: str
+    out: str
+    dense: DenseStep
+    finetune: FinetuneStep
+    prune: tuple[PruneStep, ...]
+    seeds: tuple[int, ...] = (0,)
+    calibration: int = 512
+    probes: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prune:
+            raise HapError("there is nothing to prune: add at least one [[prune]] entry")
+        slugs = [step.slug for step in self.prune]
+        if twice := [p.name for p in self.prune if slugs.count(p.slug) > 1 or p.slug == "dense"]:
+            raise HapError(f"the name {twice[0]!r} of a [[prune]] entry is taken; give each its own")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise HapError(f"seeds are {list(self.seeds)}; expected at least one, each once")
+        if self.calibration < 1:
+            raise HapError(f"calibration is {self.calibration}; expected at least 1 image to score on")
+        if self.threads < 0:
+            raise HapError(f"threads is {self.threads}; expected 0 for torch's choice, or at least 1")
+        if self.probes and self.probes < 2:
+            raise HapError(f"probes is {self.probes}; expected 0 for none, or at least 2")
+        self.finetune.make(self.seeds[0])
+        if self.dense.recipe is not None:
+            self.dense.make(self.seeds[0])
+
+
+def read_config(path: str | Path) -> Experiment:
+    """An experiment from a TOML file; see docs/command-line.md for its keys."""
+    path = Path(path)
+    if not path.is_file():
+        raise HapError(f"there is no file {path}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HapError(f"{path} is not valid TOML: {error}") from error
+    try:
+        return from_values(values)
+    except HapError as error:
+        raise HapError(f"{path}: {error}") from error
+
+
+def from_values(values: Mapping[str, Any]) -> Experiment:
+    """An experiment from nested tables of plain values."""
+    top = _checked("the top level", values, _types(Experiment))
+    for needed in ("model", "data", "out", "dense", "finetune", "prune"):
+        if needed not in top:
+            raise HapError(f"{needed!r} is missing at the top level")
+    dense = _with_changes("[dense]", top["dense"], DenseStep)
+    if "recipe" not in top["finetune"]:
+        raise HapError("'recipe' is missing in [finetune]")
+    return Experiment(**{**top, "dense": dense, "finetune": _with_changes("[finetune]", top["finetune"], FinetuneStep),
+                         "prune": tuple(_prune(i, table) for i, table in enumerate(top["prune"], 1)),
+                         "seeds": tuple(top.get("seeds", (0,)))})  # fmt: skip
+
+
+def _prune(number: int, table: Any) -> PruneStep:
+    where = f"[[prune]] entry {number}"
+    if not isinstance(table, Mapping):
+        raise HapError(f"{where} is a {type(table).__name__}; expected a table")
+    known = _checked(where, table, _types(PruneStep))
+    if "name" not in known:
+        raise HapError(f"'name' is missing in {where}")
+    try:
+        return PruneStep(**known)
+    except HapError as error:
+        raise HapError(f"{where} ({known['name']!r}): {error}") from error
+
+
+def _with_changes(where: str, table: Mapping[str, Any], kind: type[Any]) -> Any:
+    """A step whose table mixes its own keys with recipe fields to replace."""
+    own = {k: v for k, v in _types(kind).items() if k != "changes"}
+    fields = {f.name: f.type for f in dataclasses.fields(Recipe) if f.name in RECIPE_FIELDS}
+    known = _checked(where, table, own | {n: str(t) for n, t in fields.items()})
+    return kind(**{k: v for k, v in known.items() if k in own},
+                changes={k: v for k, v in known.items() if k not in own})  # fmt: skip
+
+
+def _types(kind: type[Any]) -> dict[str, str]:
+    return {f.name: str(f.type) for f in dataclasses.fields(kind)}
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
+
+
+def _checked(where: str, table: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """The table, if it holds known keys with values of the right kind only."""
+    for key, value in table.items():
+        if key not in known:
+            raise HapError(f"unknown key {key!r} in {where}; known keys: {', '.join(known)}")
+        wanted = _expected(known[key])
+        right = isinstance(value, wanted) and (bool in wanted or not isinstance(value, bool))
+        if right and isinstance(value, Sequence) and not isinstance(value, str):
+            right = _members_fit(known[key], value)
+        if not right:
+            raise HapError(f"{key} is {value!r} in {where}; expected {_in_words(known[key])}")
+    return dict(table)
+
+
+def _expected(annotation: str) -> tuple[type, ...]:
+    if annotation.startswith("tuple"):
+        return (list, tuple)
+    plain = annotation.split("|")[0].strip()
+    plain = plain.removeprefix("<class '").removesuffix("'>")
+    return _PLAIN.get(plain, (dict,))
+
+
+def _members_fit(annotation: str, value: Sequence[Any]) -> bool:
+    inner = annotation.removeprefix("tuple[").split(",")[0].strip()
+    wanted = _PLAIN.get(inner, (dict,))
+    return all(isinstance(v, wanted) and not isinstance(v, bool) for v in value)
+
+
+def _in_words(annotation: str) -> str:
+    if annotation.startswith("tuple"):
+        return "a list"
+    words = {str: "text", float: "a number", int: "a whole number", bool: "true or false", dict: "a table"}
+    return words[_expected(annotation)[-1]]
+
+
+def _recipe(name: str, changes: Mapping[str, Any], seed: int) -> Recipe:
+    return recipes.get(name, **{**changes, "seed": seed})

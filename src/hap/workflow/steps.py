@@ -1,0 +1,118 @@
+"""The steps between checkpoints, shared by the commands and by experiments: score and prune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+from hap.data import Batch, Data
+from hap.errors import HapError
+from hap.groups.groups import Groups
+from hap.planning.plan import Plan
+from hap.scoring import HessianTrace, Problem, Scores
+from hap.scoring.running_mean import Running
+from hap.utils import distributed
+from hap.workflow.config import PruneStep
+from hap.workflow.networks import example_of
+
+Say = Callable[[str], None]
+"""How a step tells what it is doing."""
+
+
+def calibration(data: Data, model: nn.Module, count: int, seed: int) -> list[Batch]:
+    """Training images to score on, where the model is; fewer where the data has fewer."""
+    device = next(iter(model.parameters())).device
+    return data.to(device).calibration(min(count, len(data.train)), seed)
+
+
+def fewer(data: Data, count: int) -> str | None:
+    """What to tell where the data has fewer training images than asked for to score on."""
+    found = len(data.train)
+    return f"{data.name} has {found} training images, not {count}: all of them are used" if found < count else None
+
+
+def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say, *,
+               stream: bool = False) -> tuple[Groups, Scores]:  # fmt: skip
+    """Trace the model, with its residual stream if asked to, and score its units."""
+    batches = calibration(data, model, count, seed)
+    say("tracing which channels belong together")
+    groups = hap.trace(model, example_of(data).to(batches[0][0].device), step.coupling, stream=stream)
+    say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
+    return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
+
+
+def prune_step(model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int,
+               say: Say) -> Plan:  # fmt: skip
+    """Plan and apply, in place."""
+    say("planning")
+
+    def make() -> str:
+        return hap.plan(
+            groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost
+        ).to_json()
+
+    plan = Plan.from_json(distributed.from_first(make))
+    carry_out(model, data, step, plan, count, seed, say)
+    return plan
+
+
+def carry_out(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count: int, seed: int, say: Say) -> None:
+    """Apply a plan, in place, and repair what reads the removed units if the step says so."""
+    batches = calibration(data, model, count, seed)
+    if step.compensate:
+        say("repairing what reads the removed units by least squares")
+        hap.compensate_(model, plan, batches)
+    say("pruning, and checking the result by running it")
+    hap.apply_(model, plan, example_of(data).to(batches[0][0].device), batches=batches)
+    distributed.broadcast_(model)
+
+
+def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) -> dict[str, Any]:
+    """Scores and what became of each unit: the report's picture of sensitivity per channel."""
+    layers = {}
+    for layer, values in scores.items():
+        fate = ["removed"] * len(values)
+        for word, part in (("kept", plan.kept), ("implanted", plan.implanted)):
+            for unit in part[layer]:
+                fate[unit] = word
+        layers[layer] = {"scores": values.tolist(), "fate": fate}
+    return {"kind": "hap-sensitivity", "format": 1, "name": name, "criterion": criterion, "layers": layers}
+
+
+def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: int) -> dict[str, Any]:
+    """How Hutchinson's estimate of a few scores settles with the number of probes, beside the exact values."""
+    batches = calibration(data, model, images, seed)
+    groups = hap.trace(model, example_of(data).to(batches[0][0].device))
+    problem = Problem(model, groups, batches, F.cross_entropy)
+    try:
+        exact = hap.score(model, groups, batches, F.cross_entropy, HessianTrace(method="exact"))
+    except HapError:  # the network is not piecewise linear: there is no exact value to hold the estimate against
+        exact = None
+    names = [(layer, unit) for layer, group in groups.items() for unit in range(len(group))]
+    samples = list(HessianTrace(method="hutchinson", probes=probes, seed=seed).estimates(problem))
+    ranking = sum(samples[1:], samples[0]) if exact is None else torch.cat(list(exact.values()))
+    positions, running = _spread(ranking), Running()
+    means, errors = [], []
+    for sample in samples:
+        running.add(sample[positions])
+        means.append(running.mean.tolist())
+        errors.append(running.error().tolist() if running.count > 1 else [None] * len(positions))
+    channels = []
+    for place, position in enumerate(positions):
+        layer, unit = names[position]
+        value = None if exact is None else float(exact[layer][unit])
+        mean, error = ([row[place] for row in rows] for rows in (means, errors))
+        channels.append({"layer": layer, "unit": unit, "exact": value, "mean": mean, "error": error})
+    return {"kind": "hap-probes", "format": 1, "probes": probes, "images": sum(len(y) for _, y in batches),
+            "channels": channels}  # fmt: skip
+
+
+def _spread(values: Tensor, shares: tuple[float, ...] = (0.35, 0.6, 0.8, 0.99)) -> list[int]:
+    """Units from the insensitive to the most sensitive ones."""
+    order = values.argsort().tolist()
+    return list(dict.fromkeys(order[round(share * (len(order) - 1))] for share in shares))
