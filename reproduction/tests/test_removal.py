@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_gate_curvature import NAMES
+from test_score import batches_for
 from torch import Tensor, nn
 
 import hap
@@ -13,8 +15,6 @@ from cases import CASES, Net
 from hap.data import Data, Split
 from hap_reproduction.cifar10 import removal
 from hap_reproduction.cifar10.removal import loss_rises, one_shot_record, removal_record
-from test_gates import NAMES
-from test_score import batches_for
 
 
 def before_and_after() -> tuple[nn.Module, Tensor]:

@@ -550,7 +550,7 @@ def _model(name: str) -> tuple[nn.Module, Any, Groups]:
 
 def _five_lines(page: str) -> str:
     """The lines of a page that prune heads."""
-    text = (Path(__file__).parents[1] / page).read_text().partition("# Attention heads\n")[2]
+    text = (Path(__file__).parents[2] / page).read_text().partition("# Attention heads\n")[2]
     code = text.partition("```python\n")[2].partition("```")[0]
     return code[code.index("groups = ") :]
 
@@ -630,7 +630,7 @@ def test_an_encoder_without_half_its_heads_trains_and_exports(tmp_path: Any) -> 
 
 def test_the_encoder_decoder_example() -> None:
     library()
-    path = Path(__file__).parents[1] / "examples" / "encoder_decoder.py"
+    path = Path(__file__).parents[2] / "examples" / "encoder_decoder.py"
     example: Any = SimpleNamespace(**runpy.run_path(str(path)))
     assert example.spell(4072) == "four thousand seventy two".split() and example.spell(319)[-1] == "nineteen"
     inputs, labels = example.batch([7, 40])
@@ -644,7 +644,7 @@ def test_the_encoder_decoder_example() -> None:
 
 
 def test_the_manual_shows_the_latencies_that_were_measured() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     record = json.loads((root / "results" / "glue" / "latency-cpu.json").read_text())
     text = (root / "docs" / "heads.md").read_text()
     cells: dict[str, list[str]] = {}
@@ -657,7 +657,7 @@ def test_the_manual_shows_the_latencies_that_were_measured() -> None:
 
 
 def test_the_manual_shows_what_the_example_measured() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     rows = json.loads((root / "results" / "heads" / "encoder-decoder.json").read_text())["rows"]
     text = (root / "docs" / "heads.md").read_text()
     order = ["dense", "hessian", "gradient", "magnitude", "random"]

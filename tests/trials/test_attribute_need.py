@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_search import Heads, Hidden, counting, example, followers
 from torch import Tensor, nn
 
 import hap
@@ -14,7 +15,6 @@ from hap.graph.capture import Asked, exporting
 from hap.groups.types import Length
 from hap.trials import removal_rounds, search
 from hap.trials.attribute_need import Calls, Without
-from test_trials import Heads, Hidden, counting, example, followers
 
 NO_CLASSES = torch.zeros(0, dtype=torch.int64).numpy()
 

@@ -188,7 +188,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def test_the_lines_of_the_manual() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "heads.md").read_text().partition("## Narrower heads\n")[2]
+    text = (Path(__file__).parents[2] / "docs" / "heads.md").read_text().partition("## Narrower heads\n")[2]
     model, example = small("bert")
     groups = hap.trace(model, example)
     heads = hap.only(groups, hap.heads(groups))
@@ -199,7 +199,7 @@ def test_the_lines_of_the_manual() -> None:
 
 
 def test_the_manual_shows_what_the_benchmark_measured() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     rows = json.loads((root / "results" / "heads" / "narrow-mpnet.json").read_text())["rows"]
     text = (root / "docs" / "heads.md").read_text()
     kinds: dict[str, list[str]] = {}

@@ -5,14 +5,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from test_samples_first import Attention, score
+from test_score import LOSSES, batches_for, close
 from torch import Tensor, nn
 
 import exact
 import hap
 from cases import CASES, Net
 from checks import assert_unchanged, snapshot, traced
-from test_samples_first import Attention, score
-from test_score import LOSSES, batches_for, close
 
 NAMES = [
     "residual", "bias_without_norm", "vgg", "strided_and_pooled", "conv1d", "mlp_with_norm", "preactivation",

@@ -9,7 +9,7 @@ import pytest
 
 import hap
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture

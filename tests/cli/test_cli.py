@@ -21,7 +21,7 @@ from hap.cli import app
 from hap.training.report import Report
 from hap.workflow import forget, read_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = """
 from torch import nn
 

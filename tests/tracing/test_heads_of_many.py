@@ -80,7 +80,7 @@ def _halve(model: nn.Module, example: Any, heads: hap.Groups, within: float = 1e
 
 
 def test_the_manual_shows_what_the_benchmark_found() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     rows = json.loads((root / "results" / "heads" / "families.json").read_text())["rows"]
     table = runpy.run_path(str(root / "benchmarks" / "heads_of_families.py"))["table"](rows)
     assert table in (root / "docs" / "heads.md").read_text()
