@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.groups.groups import Groups
-from hap.groups.types import Group, Scatter
+from hap.groups.types import Group, OutputScatter
 
 Batches = list[tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
@@ -119,7 +119,7 @@ def gate_curvature(model: nn.Module, groups: Groups, batches: Batches, loss: Los
             s for s in groups.scatters if np.isin(s.narrow, group.classes).any() and not set(s.wide) <= set(alone)
         ]
 
-        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[Scatter] = joined) -> Tensor:
+        def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[OutputScatter] = joined) -> Tensor:
             by_class = {int(c): g for c, g in zip(group.classes, gates, strict=True)}
 
             def factors(classes: Any) -> Tensor:
@@ -134,7 +134,7 @@ def gate_curvature(model: nn.Module, groups: Groups, batches: Batches, loss: Los
             hooks = []
             for s in joined:
 
-                def scale(module: nn.Module, args: Any, out: Tensor, s: Scatter = s) -> Tensor:
+                def scale(module: nn.Module, args: Any, out: Tensor, s: OutputScatter = s) -> Tensor:
                     return out * factors(s.narrow).view([-1 if d == s.dim else 1 for d in range(out.ndim)])
 
                 hooks.append(modules[s.module].register_forward_hook(scale))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hap
-from hap.execution.compare_outputs import outputs
+from hap.execution.compare_outputs import output_tensors
 
 
 class Cache:
@@ -68,7 +68,7 @@ def test_a_cache_among_the_outputs_is_left_out(kind: str) -> None:
     assert "last (an output of the model)" in str(groups)
     hap.apply_(model, hap.draft(groups, {"q": [1, 2]}), x)
     assert model.heads == 2
-    tensors = [o for o in outputs(model, x) if isinstance(o, Tensor)]
+    tensors = [o for o in output_tensors(model, x) if isinstance(o, Tensor)]
     assert [t.shape for t in tensors] == [(3, 3)]
 
 

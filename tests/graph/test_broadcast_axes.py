@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.graph.broadcast_axes import extent
+from hap.graph.broadcast_axes import varying_shape
 from hap.graph.capture import capture
 from hap.graph.nodes import short_name
 
@@ -129,4 +129,4 @@ def test_axes_along_which_a_tensor_is_all_the_same(name: str) -> None:
     function, wanted = WIDE[name]
     program = capture(Shapes(function), (torch.randn(2, 3), torch.randn(4, 2, 3))).program
     (result,) = (a for a in program.graph.output_node().args[0] if a.op == "call_function")  # type: ignore[union-attr]
-    assert extent(result) == wanted, short_name(result)
+    assert varying_shape(result) == wanted, short_name(result)

@@ -24,7 +24,7 @@ from checks import gap, reference, run
 from exact import full_hessian
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import units_of
-from hap.scoring.over_all_slices import owned
+from hap.scoring.over_all_slices import all_slices
 from huggingface import HEADS, HIDDEN, LAYERS, SETTINGS, library, small
 
 
@@ -176,7 +176,7 @@ def test_heads_are_whole_or_none(mix: Any, heads: int, outputs: int, found: Any,
     groups = hap.trace(model, x)
     assert [len(groups[n]) for n in hap.heads(groups)] == [heads] * (fused in found) and hap.mlps(groups) == []
     for name in hap.heads(groups):
-        slices = {(p.weight, p.dim): p.unit for p in owned(groups, groups[name])}
+        slices = {(p.weight, p.dim): p.unit for p in all_slices(groups, groups[name])}
         whole = np.repeat(np.arange(heads), 8)
         assert len(slices) == (2 if fused else 4) and all(
             (u.reshape(-1, 8 * heads) == whole).all() for u in slices.values()
@@ -270,7 +270,7 @@ def test_convolutional_networks_have_no_heads() -> None:
 def test_a_head_owns_its_output_slice_too(encoder: Any) -> None:
     model, example, _ = encoder
     groups = hap.trace(model, example)
-    slices = {(p.weight, p.dim): p.unit.tolist() for p in owned(groups, groups["layers.1.q"])}
+    slices = {(p.weight, p.dim): p.unit.tolist() for p in all_slices(groups, groups["layers.1.q"])}
     assert set(slices) == {("layers.1.q.weight", 0), ("layers.1.k.weight", 0), ("layers.1.v.weight", 0),
                            ("layers.1.o.weight", 1)}  # fmt: skip
     assert all(unit == [0, 0, 1, 1, 2, 2, 3, 3] for unit in slices.values())
@@ -348,7 +348,7 @@ def test_only_refuses_what_is_not_there(encoder: Any) -> None:
 
 
 def _slices(groups: Any, name: str) -> list[tuple[str, int, np.ndarray]]:
-    return [(p.weight, p.dim, p.unit) for p in owned(groups, groups[name])]
+    return [(p.weight, p.dim, p.unit) for p in all_slices(groups, groups[name])]
 
 
 def _equation_six(model: nn.Module, groups: Any, name: str, diagonal: dict[str, Tensor]) -> Tensor:

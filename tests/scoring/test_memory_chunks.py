@@ -12,7 +12,7 @@ import hap
 from cases import CASES
 from checks import traced
 from hap.scoring import gauss_newton, hessian_operator, memory_chunks
-from hap.scoring.base import Problem
+from hap.scoring.base import ScoringContext
 from hap.scoring.batch import samples
 from hap.scoring.memory_chunks import Pieces, held_by_graph
 
@@ -91,7 +91,7 @@ def test_what_does_not_fit_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(Problem, "evaluate", full)
+    monkeypatch.setattr(ScoringContext, "evaluate", full)
     with pytest.raises(hap.HapError, match=r"batch of 13 does not fit into memory.*smaller batches"):
         score(ONE["hutchinson"])
 
@@ -130,7 +130,7 @@ def test_memory_of_resnet56_is_within_twice_a_training_steps() -> None:
     """By count: what the graph holds and the gradients alive at once, beside the graph of a training step."""
     model = hap.models.build("resnet56").eval()
     x, y = torch.randn(2, 3, 32, 32), torch.randint(0, 10, (2,))
-    found = gauss_newton.survey(Problem(model, hap.trace(model, x[:1]), [(x, y)], F.cross_entropy))
+    found = gauss_newton.survey(ScoringContext(model, hap.trace(model, x[:1]), [(x, y)], F.cross_entropy))
     with held_by_graph() as held:
         kept: Tensor = F.cross_entropy(model.train()(x), y)
     assert kept.requires_grad and found.vectors_at_once(10) == found.outputs == 10

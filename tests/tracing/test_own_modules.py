@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import hap
 from checks import gap
-from hap.execution.calling import describe, imagine
-from hap.execution.fast_copy import deepcopied, variant
+from hap.execution.calling import describe, random_example
+from hap.execution.fast_copy import copy_with, deepcopied
 
 
 class Body(nn.Module):
@@ -61,7 +61,7 @@ def test_a_forward_that_was_put_in_place_of_another_reaches_the_copy() -> None:
     attention, x = Attention().eval(), torch.randn(2, 5, 32)
     patch(attention)
     model = nn.Sequential(nn.Linear(32, 32), attention).eval()
-    made = variant(model, {"1.out.weight": torch.zeros(32, 32), "1.out.bias": torch.ones(32)})
+    made = copy_with(model, {"1.out.weight": torch.zeros(32, 32), "1.out.bias": torch.ones(32)})
     assert torch.equal(made(x), torch.ones(2, 5, 32)) and not torch.equal(model(x), made(x))
     halved(model, x)
     assert attention.num_heads < 4 and model(x).shape == x.shape
@@ -215,7 +215,7 @@ def test_complex_inputs_and_outputs_are_taken(returns: str) -> None:
     model = Spectral().eval()
     halved(model, x)
     assert len(model.first.weight) < 24 and model(x).is_complex() == (returns == "complex")
-    again = imagine(describe(x))
+    again = random_example(describe(x))
     assert again.dtype == torch.complex64 and again.imag.abs().sum() > 0
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.graph.capture import Asked, exporting
-from hap.groups.types import Length
+from hap.groups.types import SizeAttribute
 from hap.trials import removal_rounds, search
 from hap.trials.attribute_need import Calls, Without
 
@@ -43,7 +43,7 @@ def called(module: Sizes) -> Calls:
 
 @pytest.mark.parametrize(("attribute", "entry"), [("pairs", 0), ("unrelated", 0), ("shape", 0), ("shape", 1)])
 def test_what_changes_nothing_is_not_missed(attribute: str, entry: int) -> None:
-    found = called(Sizes()).without(Length("0", attribute, NO_CLASSES, entry=entry), Sizes())
+    found = called(Sizes()).without(SizeAttribute("0", attribute, NO_CLASSES, entry=entry), Sizes())
     assert found is Without.SAME
 
 
@@ -51,15 +51,17 @@ def test_a_module_returns_something_else_or_fails_without_an_attribute() -> None
     dense = Sizes()
     dense.pairs, dense.shape = 1, (3, 3)
     calls = called(Sizes())
-    assert calls.without(Length("0", "pairs", NO_CLASSES), dense) is Without.DIFFERS  # another length
-    assert calls.without(Length("0", "shape", NO_CLASSES), dense) is Without.FAILS  # four values are no three rows
+    assert calls.without(SizeAttribute("0", "pairs", NO_CLASSES), dense) is Without.DIFFERS  # another length
+    assert (
+        calls.without(SizeAttribute("0", "shape", NO_CLASSES), dense) is Without.FAILS
+    )  # four values are no three rows
     assert calls.found["0"].module.shape == (2, 2)  # as it was
 
 
 def test_a_module_that_writes_to_what_it_is_given_is_not_asked() -> None:
     dense = Sizes()
     dense.pairs = 1
-    assert called(Sizes(writes=True)).without(Length("0", "pairs", NO_CLASSES), dense) is Without.UNKNOWN
+    assert called(Sizes(writes=True)).without(SizeAttribute("0", "pairs", NO_CLASSES), dense) is Without.UNKNOWN
 
 
 class Windowed(Heads):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hap
-from hap.verification.informative_inputs import telling_example
+from hap.verification.informative_inputs import informative_example
 
 HEADS, WIDTH = 4, 32
 
@@ -133,8 +133,8 @@ def test_noise_is_kept_out_where_the_model_would_not_take_it() -> None:
             return x + (scale - 1).sqrt().sum() + index
 
     ones, index = torch.ones(2, 3), torch.zeros(3, dtype=torch.int64)
-    x, scale, same = telling_example(Picky(), (ones, ones, index))
+    x, scale, same = informative_example(Picky(), (ones, ones, index))
     assert not torch.equal(x, ones) and float(x.min()) >= 0.5
     assert scale is ones and same is index
-    again = telling_example(Picky(), (ones, ones, index))[0]
+    again = informative_example(Picky(), (ones, ones, index))[0]
     assert torch.equal(x, again)

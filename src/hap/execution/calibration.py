@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, copied, evaluating
-from hap.utils.plain_mapping import plain
+from hap.execution.calling import call_arguments, copied, eval_mode
+from hap.utils.plain_mapping import as_dict
 
 RIDGE = 1e-6
 
@@ -30,7 +30,7 @@ def pairs(batches: Iterable[Any] | None, device: torch.device) -> Iterator[tuple
         count += 1
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        x, y = pytree.tree_map_only(Tensor, lambda t: _on(device, t), [plain(batch[0]), batch[1]])
+        x, y = pytree.tree_map_only(Tensor, lambda t: _on(device, t), [as_dict(batch[0]), batch[1]])
         yield x, y
     if not count:
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
@@ -81,7 +81,7 @@ def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dic
 
         return see
 
-    with evaluating(model), torch.no_grad(), watching(model, {n: add(n) for n in names}):
+    with eval_mode(model), torch.no_grad(), watching(model, {n: add(n) for n in names}):
         for x in inputs_of(batches, next(model.parameters()).device):
             args, kwargs = copied(call_arguments(x))
             model(*args, **kwargs)

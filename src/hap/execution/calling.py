@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.utils.module_tree import every_module, named_tensors, set_flags, set_mode, switched_by_flag
-from hap.utils.plain_mapping import plain
+from hap.utils.plain_mapping import as_dict
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, every module's own mode restored after."""
     modes = [(m, m.training) for m in every_module(model)]
     set_mode(model, training=False)
@@ -29,7 +29,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def letting_go(model: nn.Module) -> Iterator[None]:
+def forgetting_caches(model: nn.Module) -> Iterator[None]:
     """Training mode inside: there modules forget what they have written out for evaluation, such as tables of biases.
 
     Every module's own mode is restored after, and what is trained.
@@ -93,7 +93,7 @@ def _random_numbers() -> list[Any]:
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An example as positional and keyword arguments: a tensor is one argument, a tuple several, a mapping keywords."""
     if isinstance(example, Mapping):
-        return (), plain(example)
+        return (), as_dict(example)
     if isinstance(example, tuple | list):
         return tuple(example), {}
     if isinstance(example, Tensor):
@@ -121,7 +121,7 @@ def run(model: nn.Module, example: Any) -> Any:
         return _evaluated(model, example)
 
 
-def draws(model: nn.Module, example: Any) -> bool:
+def draws_random_numbers(model: nn.Module, example: Any) -> bool:
     """Whether the model, as it is evaluated, draws random numbers."""
     with seeded():
         before = _random_numbers()
@@ -131,7 +131,7 @@ def draws(model: nn.Module, example: Any) -> bool:
 
 def _evaluated(model: nn.Module, example: Any) -> Any:
     args, kwargs = copied(call_arguments(example))
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         return model(*args, **kwargs)
 
 
@@ -169,7 +169,7 @@ def describe(example: Any) -> Any:
     return {"value": example if isinstance(example, int | float | str | None) else None}
 
 
-def imagine(description: Any, device: torch.device | None = None) -> Any:
+def random_example(description: Any, device: torch.device | None = None) -> Any:
     """An example that fits a description: normal numbers, or integers below the largest one seen. Seeded."""
     generator = torch.Generator().manual_seed(0)
 

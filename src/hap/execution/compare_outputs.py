@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.execution.calling import run
-from hap.execution.fast_copy import deepcopied, variant
+from hap.execution.fast_copy import copy_with, deepcopied
 from hap.execution.masked_execution import NoEmptyHeads
 from hap.execution.model_outputs import known
 from hap.execution.sampled_convolution import Coarse
-from hap.utils.plain_mapping import plain
+from hap.utils.plain_mapping import as_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far outputs may be off by rounding, relative to the largest."""
@@ -26,7 +26,7 @@ VALUES = "the value of output"
 """How a difference begins that more precision could settle."""
 
 
-def outputs(model: nn.Module, example: Any, watched: bool = True, coarse: bool = False) -> list[Any]:
+def output_tensors(model: nn.Module, example: Any, watched: bool = True, coarse: bool = False) -> list[Any]:
     """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels; `coarse`, large
     maps are computed at some places alone: see hap.places."""
     with NoEmptyHeads() if watched else nullcontext(), Coarse() if coarse else nullcontext():
@@ -88,7 +88,7 @@ def measured_rounding(model: nn.Module, example: Any) -> dict[torch.dtype, float
         for name, parameter in model.named_parameters() if parameter.is_floating_point()
     }  # fmt: skip
     tolerance = dict(TOLERANCE)
-    for a, b in zip(outputs(model, example), outputs(variant(model, changed), example), strict=True):
+    for a, b in zip(output_tensors(model, example), output_tensors(copy_with(model, changed), example), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point() and a.numel() and (most := largest(a)) > 0:
             off = SEVERAL * largest(a - b) / most
             tolerance[a.dtype] = max(tolerance.get(a.dtype, 0.0), min(off, MOST_ROUNDING) if math.isfinite(off) else 0)
@@ -114,4 +114,4 @@ def example_in_float64(example: Any) -> Any:
     def widened(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return pytree.tree_map(widened, plain(example))
+    return pytree.tree_map(widened, as_dict(example))

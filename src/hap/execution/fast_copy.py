@@ -138,7 +138,7 @@ def _lazily(tensor: Tensor) -> bool:
     return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
 
 
-def variant(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
+def copy_with(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
     """A copy with some tensors changed. Other parameters are shared."""
     memo: dict[int, Any] = {}
     tensors = named_tensors(model)

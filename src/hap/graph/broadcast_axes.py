@@ -23,7 +23,7 @@ Axis = tuple[Factor, ...]
 KEY, GIVEN = "hap.axes", "hap.given"
 
 
-def extent(node: fx.Node) -> tuple[int, ...]:
+def varying_shape(node: fx.Node) -> tuple[int, ...]:
     """The shape of a tensor, with 1 for axes along which it is all the same.
 
     Of what is `given`, such as a mask, so are axes of which a part is: samples times heads may lose heads.

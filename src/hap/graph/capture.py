@@ -24,12 +24,12 @@ except ImportError:  # it is not for everybody
     _use_lazy_graph_module = None  # type: ignore[assignment]
 
 from hap.errors import CaptureError, HapError
-from hap.execution.calling import call_arguments, evaluating, letting_go, run, seeded
+from hap.execution.calling import call_arguments, eval_mode, forgetting_caches, run, seeded
 from hap.execution.input_checks import check_given
 from hap.execution.model_outputs import returning_what_is_known
 from hap.graph.call_shapes import noting_shapes
 from hap.graph.nodes import schema_name
-from hap.graph.shared_tables import Arguments, recording
+from hap.graph.shared_tables import CalledArguments, recording_arguments
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Captured:
     """The graph of a model, what its modules were called with, and which of them return what is like it."""
 
     program: torch.export.ExportedProgram
-    called: Arguments
+    called: CalledArguments
     shapes: dict[str, int]
 
 
@@ -66,7 +66,7 @@ def captured(
 ) -> Captured:
     """The same, with whatever torch.export raises where it fails. Modules that are `training` run as they then do."""
     known = known or SizesKnown()
-    with noting_shapes(model) as shapes, recording(model) as called, _plainly():
+    with noting_shapes(model) as shapes, recording_arguments(model) as called, _plainly():
         program = export(model, *call_arguments(example), known, training)
     _inline_regions(program.graph_module)
     for node in program.graph.nodes:
@@ -84,7 +84,7 @@ def export(
     """
     start_autograd()
     with (
-        letting_go(model), evaluating(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
+        forgetting_caches(model), eval_mode(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
         returning_what_is_known(model), _leaving_nothing(model),
     ):  # fmt: skip
         for module in training:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.errors import HapError
 from hap.execution.calling import call_arguments
-from hap.execution.fast_copy import variant
+from hap.execution.fast_copy import copy_with
 from hap.execution.input_checks import check_given
 from hap.execution.sampled_convolution import Coarse
 from hap.graph.capture import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
@@ -294,7 +294,7 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
     called after a choice: how many boxes they get is up to the true values. A copy runs, since a forward may keep what
     it computes, such as anchors."""
     try:
-        copy = variant(model, {})
+        copy = copy_with(model, {})
         with Coarse():
             return _calls(copy, example, last=True)
     except Exception:  # some models cannot be copied

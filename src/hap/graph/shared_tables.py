@@ -17,7 +17,7 @@ from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import CONVOLUTIONS, FILLED, RECURRENT, TRANSPOSED
 from hap.utils.module_tree import takes_hooks
 
-Arguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
+CalledArguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
 """By module, for each of its calls, the shapes of the tensors that it is called with."""
 
 MIXING = CONVOLUTIONS | TRANSPOSED | RECURRENT.keys() | {
@@ -26,7 +26,7 @@ MIXING = CONVOLUTIONS | TRANSPOSED | RECURRENT.keys() | {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableUse:
     """A tensor goes into a module as its argument `argument`."""
 
     module: str
@@ -34,9 +34,9 @@ class Entry:
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[Arguments]:
+def recording_arguments(model: nn.Module) -> Iterator[CalledArguments]:
     """Notes what modules are called with."""
-    found: Arguments = {}
+    found: CalledArguments = {}
     with ExitStack() as stack:
         for name, module in ((n, m) for n, m in model.named_modules() if takes_hooks(m)):
             hook = module.register_forward_pre_hook(_recorder(found, name), with_kwargs=True)
@@ -44,7 +44,7 @@ def recording(model: nn.Module) -> Iterator[Arguments]:
         yield found
 
 
-def _recorder(found: Arguments, name: str) -> Any:
+def _recorder(found: CalledArguments, name: str) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         found.setdefault(name, []).append({k: tuple(v.shape) for k, v in given if isinstance(v, Tensor)})
@@ -52,12 +52,12 @@ def _recorder(found: Arguments, name: str) -> Any:
     return note
 
 
-def find_entries(program: Any, arguments: Arguments) -> dict[tuple[fx.Node, fx.Node], Entry]:
+def find_entries(program: Any, arguments: CalledArguments) -> dict[tuple[fx.Node, fx.Node], TableUse]:
     """By (table, user): where a table that no layer computes enters the module in which it is used.
 
     Only tables that are used in several places: what one module has to itself is cut where it is stored.
     """
-    entries: dict[tuple[fx.Node, fx.Node], Entry] = {}
+    entries: dict[tuple[fx.Node, fx.Node], TableUse] = {}
     for table in _tables(program):
         outside = _stack(table)
         found = {u: e for u in table.users if (e := _entry(_stack(u), outside, shape_of(table), arguments))}
@@ -66,13 +66,13 @@ def find_entries(program: Any, arguments: Arguments) -> dict[tuple[fx.Node, fx.N
     return entries
 
 
-def _entry(stack: list[str], outside: list[str], shape: tuple[int, ...], arguments: Arguments) -> Entry | None:
+def _entry(stack: list[str], outside: list[str], shape: tuple[int, ...], arguments: CalledArguments) -> TableUse | None:
     """The innermost module on the stack that is called once, with one argument of this shape."""
     for module in reversed([m for m in stack if m not in outside]):
         calls = arguments.get(module, [])
         places = [key for key, size in calls[0].items() if size == shape] if len(calls) == 1 else []
         if len(places) == 1:
-            return Entry(module, places[0])
+            return TableUse(module, places[0])
     return None
 
 

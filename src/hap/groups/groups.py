@@ -12,7 +12,19 @@ import numpy as np
 
 from hap.errors import HapError
 from hap.groups.drawing import Traced, to_svg
-from hap.groups.types import Bools, Frozen, Group, Ints, Length, Narrowing, Product, Scatter, Site, Space, Term
+from hap.groups.types import (
+    ActivationMacs,
+    Bools,
+    ConvGeometry,
+    Frozen,
+    Group,
+    HeadSpace,
+    InputSelection,
+    Ints,
+    OutputScatter,
+    SizeAttribute,
+    WeightMacs,
+)
 from hap.utils.atomic_files import write_text
 
 
@@ -36,16 +48,16 @@ class Groups(Mapping[str, Group]):
     axes: dict[tuple[str, int], Ints]
     classes: int
     feeds: Ints
-    lengths: tuple[Length, ...]
+    lengths: tuple[SizeAttribute, ...]
     shapes: dict[str, tuple[int, ...]]
     trainable: frozenset[str]
-    terms: tuple[Term, ...]
-    products: tuple[Product, ...]
+    terms: tuple[WeightMacs, ...]
+    products: tuple[ActivationMacs, ...]
     fixed_macs: int
     direct: frozenset[str]
-    sites: dict[str, Site]
-    narrowings: tuple[Narrowing, ...]
-    scatters: tuple[Scatter, ...]
+    sites: dict[str, ConvGeometry]
+    narrowings: tuple[InputSelection, ...]
+    scatters: tuple[OutputScatter, ...]
     scales: tuple[str, ...]
     spanned: frozenset[int]
     frozen: tuple[Frozen, ...]
@@ -53,13 +65,13 @@ class Groups(Mapping[str, Group]):
     """The first operator that makes the network more than piecewise linear in one weight, or None."""
     example: Any = field(default=None, repr=False)
     """A JSON description of the example's tensors, so that a plan can be checked without it."""
-    spaces: tuple[Space, ...] = field(default=(), repr=False)
+    spaces: tuple[HeadSpace, ...] = field(default=(), repr=False)
     tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
     padded: frozenset[int] = frozenset()
     renormed: frozenset[int] = frozenset()
     met: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
-    written: tuple[Product, ...] = field(default=(), repr=False)
+    written: tuple[ActivationMacs, ...] = field(default=(), repr=False)
     uncounted: tuple[str, ...] = ()
     untouched: Mapping[str, Frozen] = field(default_factory=dict, repr=False)
     """Parameters that stay whole though one would expect them to shrink, each with the reason: see `untouched.py`."""

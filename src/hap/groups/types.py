@@ -45,7 +45,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Term:
+class WeightMacs:
     """A contraction: `positions` multiply-adds for every element of `weight` (batch x output positions).
 
     A layer that uses a part of it says which indices of which axes: `part` holds pairs (dim, indices).
@@ -57,7 +57,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Product:
+class ActivationMacs:
     """A product of activations: `positions` multiply-adds for every entry of `classes` that lives."""
 
     classes: Ints
@@ -65,7 +65,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Site:
+class ConvGeometry:
     """A two-dimensional convolution as an implant sees it. Sizes are in elements, `batch` is the example's."""
 
     module: str
@@ -84,7 +84,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Length:
+class SizeAttribute:
     """An integer of a module that has to follow an axis: as many as live in `classes`, over `per`.
 
     Where the attribute is a tuple or list of integers, it is the one at `entry`. Where several axes are as long as it,
@@ -100,7 +100,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Scatter:
+class OutputScatter:
     """The outputs of `module` along axis `dim` (classes `narrow`) are spread over more of them (`wide`).
 
     In `union` coupling a branch over a stream; for implants a narrow head over the width of the others. Where the
@@ -115,10 +115,10 @@ class Scatter:
 
 
 @dataclass(frozen=True)
-class Narrowing:
+class InputSelection:
     """A module picks what lives of `classes` along axis `dim` of a tensor that it is called with.
 
-    The tensor has all indices, or those that live of the classes `among`. `inside` is as for a `Scatter`.
+    The tensor has all indices, or those that live of the classes `among`. `inside` is as for a `OutputScatter`.
     """
 
     module: str
@@ -130,7 +130,7 @@ class Narrowing:
 
 
 @dataclass(frozen=True)
-class Slice:
+class HeadSlice:
     """What a head owns of a layer: `width` indices from `start` on, on axis `dim` of `weight` and of its `bias`."""
 
     weight: str
@@ -141,7 +141,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Space:
+class HeadSpace:
     """What a head computes in between and sums over: between queries and keys, or between values and outputs.
 
     Only the product of its two sides counts, so any basis will do, and a few directions may be left of it. Under
@@ -150,8 +150,8 @@ class Space:
 
     group: str
     unit: int
-    left: tuple[Slice, ...]
-    right: tuple[Slice, ...]
+    left: tuple[HeadSlice, ...]
+    right: tuple[HeadSlice, ...]
 
 
 @dataclass(frozen=True)

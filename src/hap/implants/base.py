@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Site
+from hap.groups.types import Bools, ConvGeometry
 
 
 class ImplantModule(nn.Module, ABC):
@@ -88,23 +88,23 @@ class ChannelImplant(Implant):
         return some & ~bad
 
     @abstractmethod
-    def params(self, site: Site, inputs: int, rows: int) -> int:
+    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         """Parameters (without biases) of an implant that computes `rows` channels from `inputs` channels."""
 
     @abstractmethod
-    def macs(self, site: Site, inputs: int, rows: int) -> int:
+    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         """Multiply-adds of the same on the traced example."""
 
-    def inner(self, site: Site, inputs: int, rows: int) -> int:
+    def inner(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         """Values that it writes on the way to its rows, on the traced example."""
         return 0
 
     @abstractmethod
-    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs) for `Pointwise`."""
 
 
-def tap_padding(site: Site, taps: tuple[int, int]) -> list[int]:
+def tap_padding(site: ConvGeometry, taps: tuple[int, int]) -> list[int]:
     """Padding (left, right, top, bottom; negative crops) that lets one tap of the kernel act as a 1x1 convolution."""
     sides = []
     for axis in (1, 0):

@@ -9,7 +9,7 @@ import numpy as np
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Ints, Length, Narrowing, Scatter, Space
+from hap.groups.types import Bools, HeadSpace, InputSelection, Ints, OutputScatter, SizeAttribute
 from hap.implants.base import Implant
 
 Axes = dict[tuple[str, int], Ints]
@@ -32,7 +32,7 @@ class NarrowHeads(Implant):
         if not 0 < self.rank <= 1:
             raise HapError(f"rank is {self.rank}; expected the share of a head's width that is LEFT, such as 0.5")
 
-    def width(self, space: Space) -> int:
+    def width(self, space: HeadSpace) -> int:
         """What is left of a head's width."""
         return max(1, round(self.rank * space.left[0].width))
 
@@ -77,19 +77,19 @@ def _changed(groups: Groups, axes: Axes) -> Iterator[tuple[str, str, int, bool]]
             yield weight.rpartition(".")[0], weight, dim, (weight, dim) in readers
 
 
-def _scatters(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[Scatter]:
+def _scatters(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[OutputScatter]:
     for module, weight, dim, reads in changed:
         if not reads:
-            yield Scatter(module, axes[weight, dim], groups.axes[weight, dim], -1)
+            yield OutputScatter(module, axes[weight, dim], groups.axes[weight, dim], -1)
 
 
-def _narrowings(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[Narrowing]:
+def _narrowings(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[InputSelection]:
     for module, weight, dim, reads in changed:
         if reads:
-            yield Narrowing(module, 0, -1, axes[weight, dim], groups.axes[weight, dim])
+            yield InputSelection(module, 0, -1, axes[weight, dim], groups.axes[weight, dim])
 
 
-def _follow(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[Length]:
+def _follow(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[SizeAttribute]:
     """A layer's own count of its outputs or inputs counts what is left of narrow heads."""
     for length in groups.lengths:
         for module, weight, dim, _ in changed:

@@ -9,16 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hap.groups.types import Site
+from hap.groups.types import ConvGeometry
 from hap.implants.base import ChannelImplant, ImplantModule, pad, tap_padding
 
 
-def centre(site: Site) -> tuple[int, int]:
+def centre(site: ConvGeometry) -> tuple[int, int]:
     return (site.kernel[0] - 1) // 2, (site.kernel[1] - 1) // 2
 
 
 class PointwiseImplant(ImplantModule):
-    def __init__(self, site: Site, weight: Tensor, bias: Tensor | None):
+    def __init__(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None):
         super().__init__()
         rows, inputs = weight.shape
         self.conv = nn.Conv2d(
@@ -63,13 +63,13 @@ class Pointwise(ChannelImplant):
     def needs_inputs(self) -> bool:
         return self.init == "lstsq"
 
-    def params(self, site: Site, inputs: int, rows: int) -> int:
+    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return rows * inputs
 
-    def macs(self, site: Site, inputs: int, rows: int) -> int:
+    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return rows * inputs * site.batch * math.prod(site.out_size)
 
-    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         rows, columns = centre(site)
         values = weight[:, :, rows, columns]
         if fit is not None:

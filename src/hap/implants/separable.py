@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hap.groups.types import Site
+from hap.groups.types import ConvGeometry
 from hap.implants.base import ChannelImplant, ImplantModule
 
 
 class SeparableImplant(ImplantModule):
-    def __init__(self, site: Site, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None):
+    def __init__(self, site: ConvGeometry, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None):
         super().__init__()
         inputs, rows = depthwise.shape[0], pointwise.shape[0]
         self.depthwise = nn.Conv2d(
@@ -47,16 +47,16 @@ class DepthwiseSeparable(ChannelImplant):
 
     inits: ClassVar[tuple[str, ...]] = ("svd",)
 
-    def params(self, site: Site, inputs: int, rows: int) -> int:
+    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return inputs * site.area + rows * inputs
 
-    def macs(self, site: Site, inputs: int, rows: int) -> int:
+    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return self.params(site, inputs, rows) * site.batch * math.prod(site.out_size)
 
-    def inner(self, site: Site, inputs: int, rows: int) -> int:
+    def inner(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return inputs * site.batch * math.prod(site.out_size)
 
-    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         u, s, vh = torch.linalg.svd(weight.flatten(2).transpose(0, 1), full_matrices=False)  # inputs, rows, area
         depthwise = (vh[:, 0] * s[:, :1].sqrt()).view(-1, *site.kernel)
         return SeparableImplant(site, depthwise, (u[:, :, 0] * s[:, :1].sqrt()).t(), bias)

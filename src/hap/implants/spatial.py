@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.groups.types import Site
+from hap.groups.types import ConvGeometry
 from hap.implants.base import ChannelImplant, ImplantModule
 
 
 class SpatialImplant(ImplantModule):
-    def __init__(self, site: Site, vertical: Tensor, horizontal: Tensor, bias: Tensor | None):
+    def __init__(self, site: ConvGeometry, vertical: Tensor, horizontal: Tensor, bias: Tensor | None):
         super().__init__()
         (kh, kw), (sh, sw), (ph, pw), (dh, dw) = site.kernel, site.stride, site.padding, site.dilation
         rank, inputs, rows = vertical.shape[0], vertical.shape[1], horizontal.shape[0]
@@ -53,23 +53,23 @@ class SpatialLowRank(ChannelImplant):
         if self.rank < 1:
             raise HapError(f"rank is {self.rank}; expected at least 1")
 
-    def _rank(self, site: Site, inputs: int, rows: int) -> int:
+    def _rank(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return min(self.rank, inputs * site.kernel[0], rows * site.kernel[1])
 
-    def params(self, site: Site, inputs: int, rows: int) -> int:
+    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         rank = self._rank(site, inputs, rows)
         return rank * inputs * site.kernel[0] + rows * rank * site.kernel[1]
 
-    def macs(self, site: Site, inputs: int, rows: int) -> int:
+    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         rank, (high, wide) = self._rank(site, inputs, rows), site.out_size
         padded = site.in_size[1]
         first = rank * inputs * site.kernel[0] * high * padded
         return site.batch * (first + rows * rank * site.kernel[1] * math.prod((high, wide)))
 
-    def inner(self, site: Site, inputs: int, rows: int) -> int:
+    def inner(self, site: ConvGeometry, inputs: int, rows: int) -> int:
         return site.batch * self._rank(site, inputs, rows) * site.out_size[0] * site.in_size[1]
 
-    def build(self, site: Site, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         rows, inputs, kh, kw = weight.shape
         u, s, vh = torch.linalg.svd(weight.permute(1, 2, 0, 3).reshape(inputs * kh, rows * kw), full_matrices=False)
         rank = self._rank(site, inputs, rows)

@@ -19,13 +19,13 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, evaluating, seeded
-from hap.execution.compare_outputs import difference, outputs
+from hap.execution.calling import call_arguments, eval_mode, seeded
+from hap.execution.compare_outputs import difference, output_tensors
 from hap.execution.model_outputs import returning_what_is_known
 from hap.graph.capture import start_autograd
 from hap.io.fold_batchnorm import fold_batchnorms
 from hap.utils.atomic_files import write_atomic
-from hap.utils.plain_mapping import plain
+from hap.utils.plain_mapping import as_dict
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 TYPE_AS = torch.ops.aten.type_as.default
@@ -79,10 +79,10 @@ def _writer(path: Path) -> Callable[[Path, ExportedProgram], None]:
 
 def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> ExportedProgram:
     """The torch.export program of the model in eval mode, BatchNorms folded. These axes may have any length."""
-    args, kwargs = call_arguments(pytree.tree_map(_own, plain(example)) if axes else example)
+    args, kwargs = call_arguments(pytree.tree_map(_own, as_dict(example)) if axes else example)
     shapes: Any = _free((args, kwargs), axes) if axes else None
     start_autograd()
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         try:
             with returning_what_is_known(model, plain_tuples=True), _naming(model, kwargs):
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -125,7 +125,7 @@ def _other_outputs(model: nn.Module, captured: Callable[..., Any], example: Any)
     args, kwargs = call_arguments(example)
     with torch.no_grad(), seeded():
         seen = pytree.tree_leaves(captured(*args, **kwargs))
-    return difference(outputs(model, example), seen, tolerance=ROUNDING)
+    return difference(output_tensors(model, example), seen, tolerance=ROUNDING)
 
 
 def _refusal(model: nn.Module, error: Exception, axes: Sequence[int]) -> str:
@@ -159,7 +159,7 @@ def _dynamic(example: Any, dynamic_batch: bool, dynamic_axes: Sequence[int]) -> 
 
 def _length(example: Any, axis: int) -> int | None:
     """How long the first tensor is there that has such an axis."""
-    tensors = (x for x in pytree.tree_leaves(plain(example)) if isinstance(x, Tensor))
+    tensors = (x for x in pytree.tree_leaves(as_dict(example)) if isinstance(x, Tensor))
     return next((x.shape[axis] for x in tensors if x.ndim > axis), None)
 
 
@@ -182,7 +182,7 @@ def _resized(example: Any, lengths: dict[int, int]) -> Any:
                 x = x.index_select(axis, torch.arange(length, device=x.device) % x.shape[axis])
         return x
 
-    return pytree.tree_map(resized, plain(example))
+    return pytree.tree_map(resized, as_dict(example))
 
 
 def _free(arguments: Any, axes: Sequence[int]) -> ShapesCollection:
@@ -278,7 +278,7 @@ def _captured_lengths(program: ExportedProgram, axes: tuple[int, ...]) -> dict[i
 
 def _runs(model: nn.Module, example: Any) -> bool:
     try:
-        outputs(model, example)
+        output_tensors(model, example)
     except Exception:  # whatever it is that the model has against this length
         return False
     return True

@@ -12,7 +12,7 @@ from hap.groups.types import Bools, Group, Ints
 from hap.groups.unprunable_summary import untouched_in_words
 from hap.implants import ChannelImplant, Implant
 from hap.planning.cost import CostModel
-from hap.planning.plan import Cut, Graft, Indices, Narrow, Plan, Resize, Widen
+from hap.planning.plan import Cut, ImplantStep, Indices, InputSelectionStep, OutputScatterStep, Plan, SetSizeStep
 
 
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
@@ -128,7 +128,9 @@ def _in_blocks(group: Group, classes: Ints) -> bool:
     return True
 
 
-def _grafts(groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]) -> tuple[list[Graft], dict[str, Ints]]:
+def _grafts(
+    groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]
+) -> tuple[list[ImplantStep], dict[str, Ints]]:
     """The implants, and the rows that stay in each weight and bias that gets one."""
     grafts, rows_left = [], {}
     for weight, site in groups.sites.items():
@@ -137,30 +139,32 @@ def _grafts(groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]) 
         if late.any() and site.area > 1:
             mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
             natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
-            grafts.append(Graft(site.module, weight, tuple(rows[late].tolist()), natural))
+            grafts.append(ImplantStep(site.module, weight, tuple(rows[late].tolist()), natural))
             rows_left[weight] = rows[~late]
             rows_left[f"{site.module}.bias" if site.module else "bias"] = rows[~late]
     return grafts, rows_left
 
 
-def _resizes(groups: Groups, live: Bools) -> Iterable[Resize]:
+def _resizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
     for length in groups.lengths:
         if (count := int(live[length.classes].sum())) < len(length.classes):
-            yield Resize(length.module, length.attribute, count // length.per, length.entry)
+            yield SetSizeStep(length.module, length.attribute, count // length.per, length.entry)
 
 
-def _narrowings(groups: Groups, live: Bools) -> Iterable[Narrow]:
+def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
     for item in groups.narrowings:
         given = item.classes if item.among is None else item.classes[live[item.among]]
         index = np.flatnonzero(live[given])
         if len(index) < len(given):
-            yield Narrow(item.module, item.argument, item.dim, len(given), tuple(index.tolist()), item.inside)
+            yield InputSelectionStep(
+                item.module, item.argument, item.dim, len(given), tuple(index.tolist()), item.inside
+            )
 
 
-def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[Widen]:
+def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
     for scatter in groups.scatters:
         narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)
         if index != tuple(range(len(wide))):
-            yield Widen(scatter.module, index, len(wide), scatter.dim, scatter.inside)
+            yield OutputScatterStep(scatter.module, index, len(wide), scatter.dim, scatter.inside)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hap.execution.calling import call_arguments, call_with, copied, evaluating
+from hap.execution.calling import call_arguments, call_with, copied, eval_mode
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Ints, Product, Term
+from hap.groups.types import ActivationMacs, Bools, Ints, WeightMacs
 from hap.implants import ChannelImplant, Implant
 from hap.planning.mac_counter import Counter
 
@@ -64,7 +64,7 @@ def cost(model: nn.Module, example: Any) -> Count:
     detached = {
         n: p.detach() for n, p in model.named_parameters()
     }  # the counter hangs hooks on what requires a gradient
-    with counter, _unfused(), evaluating(model), torch.no_grad():
+    with counter, _unfused(), eval_mode(model), torch.no_grad():
         call_with(model, detached, args, kwargs)
     root = type(model).__name__
     by_module = {}
@@ -118,14 +118,14 @@ class CostModel:
             params, total, written = params + more_params, total + more_macs, written + more_written
         return Cost(params, total, int(live[self._units].sum()), written)
 
-    def _per_class(self, products: Iterable[Product]) -> Ints:
+    def _per_class(self, products: Iterable[ActivationMacs]) -> Ints:
         """How many positions in all depend on each class."""
         positions = np.zeros(self.groups.classes, dtype=np.int64)
         for product in products:
             np.add.at(positions, product.classes.ravel(), product.positions)
         return positions
 
-    def _part(self, term: Term, live: Bools) -> int:
+    def _part(self, term: WeightMacs, live: Bools) -> int:
         size = 1
         for dim, index in term.part or ():
             classes = self.groups.axes.get((term.weight, dim))

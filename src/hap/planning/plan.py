@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hap.errors import HapError
-from hap.groups.types import Slice, Space
+from hap.groups.types import HeadSlice, HeadSpace
 from hap.implants import Implant, implant_from_dict
 from hap.planning.cost import Cost
 
@@ -27,7 +27,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Graft:
+class ImplantStep:
     """Rows of a convolution's weight that an implant computes instead.
 
     The module's output is [remaining rows | implanted rows]; `order`, if not None, rearranges that.
@@ -40,7 +40,7 @@ class Graft:
 
 
 @dataclass(frozen=True)
-class Widen:
+class OutputScatterStep:
     """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero.
 
     The output of its weight in the forward of the module `inside`, where that is given.
@@ -54,7 +54,7 @@ class Widen:
 
 
 @dataclass(frozen=True)
-class Resize:
+class SetSizeStep:
     """Set an integer attribute of a module, or one entry of an attribute that is a tuple or list of them."""
 
     module: str
@@ -64,7 +64,7 @@ class Resize:
 
 
 @dataclass(frozen=True)
-class Narrow:
+class InputSelectionStep:
     """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone.
 
     Its weight does, in the forward of the module `inside`, where that is given.
@@ -85,17 +85,17 @@ class Plan:
     removed: Indices
     coupling: str
     cuts: tuple[Cut, ...]
-    grafts: tuple[Graft, ...]
-    widenings: tuple[Widen, ...]
-    resizes: tuple[Resize, ...]
+    grafts: tuple[ImplantStep, ...]
+    widenings: tuple[OutputScatterStep, ...]
+    resizes: tuple[SetSizeStep, ...]
     implant: Implant | None
     before: Cost
     after: Cost
     exact: bool
     """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
     example: Any
-    narrowings: tuple[Narrow, ...] = ()
-    turns: tuple[Space, ...] = ()
+    narrowings: tuple[InputSelectionStep, ...] = ()
+    turns: tuple[HeadSpace, ...] = ()
     """Where heads are narrowed: both sides go over to their singular vectors, the strongest first, before the cuts."""
     masks: bool = True
     """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
@@ -121,7 +121,13 @@ class Plan:
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
-            items = {"cuts": Cut, "grafts": Graft, "widenings": Widen, "resizes": Resize, "narrowings": Narrow}
+            items = {
+                "cuts": Cut,
+                "grafts": ImplantStep,
+                "widenings": OutputScatterStep,
+                "resizes": SetSizeStep,
+                "narrowings": InputSelectionStep,
+            }
             made: dict[str, Any] = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
             made["turns"] = tuple(_space(**v) for v in values["turns"])
             implant = implant_from_dict(values["implant"]) if values["implant"] else None
@@ -173,8 +179,8 @@ def _change(before: int, after: int) -> str:
     return f"{before:,} -> {after:,} ({after / before:.1%} left)" if before else "0"
 
 
-def _space(left: list[Any], right: list[Any], **rest: Any) -> Space:
-    return Space(left=tuple(Slice(**s) for s in left), right=tuple(Slice(**s) for s in right), **rest)
+def _space(left: list[Any], right: list[Any], **rest: Any) -> HeadSpace:
+    return HeadSpace(left=tuple(HeadSlice(**s) for s in left), right=tuple(HeadSlice(**s) for s in right), **rest)
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from hap.execution.calibration import pointwise_fits
-from hap.execution.calling import imagine
+from hap.execution.calling import random_example
 from hap.execution.fast_copy import apart
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
-from hap.surgery.build import _build_implants
+from hap.surgery.build import build_implants
 from hap.surgery.checks import check_fits
-from hap.surgery.cut import cut_tensors, operate_
-from hap.surgery.rotate_heads import turned
-from hap.utils.gc_pause import left_for_later
+from hap.surgery.cut import carry_out_, cut_tensors
+from hap.surgery.rotate_heads import rotated
+from hap.utils.gc_pause import gc_paused
 from hap.verification.verify import verify_plan
 
 
-@left_for_later()
+@gc_paused()
 def apply_(
     model: nn.Module,
     plan: Plan,
@@ -37,15 +37,15 @@ def apply_(
     """
     check_fits(model, plan)
     if example is None and verify:
-        example = imagine(plan.example, next(iter(model.parameters())).device)
+        example = random_example(plan.example, next(iter(model.parameters())).device)
     with outside_inference(model):
-        with turned(model, plan.turns, example if verify else None):
-            implants = _build_implants(model, plan, _fits(model, plan, batches))
+        with rotated(model, plan.turns, example if verify else None):
+            implants = build_implants(model, plan, _fits(model, plan, batches))
             shorter = cut_tensors(model, plan)
             if verify:
                 verify_plan(model, plan, implants, example, shorter)
                 apart(shorter.values())
-        operate_(model, plan, implants, shorter)
+        carry_out_(model, plan, implants, shorter)
     return model
 
 

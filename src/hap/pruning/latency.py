@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, evaluating
+from hap.execution.calling import call_arguments, eval_mode
 from hap.io.export import capture, export
 
 Call = Callable[[], Any]
@@ -95,7 +95,7 @@ class Stopwatch:
     def add(self, model: nn.Module) -> Call:
         """The model, made ready to be called on the example."""
         if any(module.training for module in model.modules()):
-            self._inside.enter_context(evaluating(model))
+            self._inside.enter_context(eval_mode(model))
         return BACKENDS[self.backend](model, self)
 
     def time(self, calls: Sequence[Call], runs: int, warmup: int) -> list[Latency]:

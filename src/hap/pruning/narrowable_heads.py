@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.calling import run
-from hap.execution.compare_outputs import example_in_float64, outputs
+from hap.execution.compare_outputs import example_in_float64, output_tensors
 from hap.execution.fast_copy import deepcopied
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
-from hap.groups.types import Group, Slice, Space
+from hap.groups.types import Group, HeadSlice, HeadSpace
 from hap.surgery.rotate_heads import changes
 
 Widths = dict[str, list[tuple[int, int]]]
@@ -57,8 +57,8 @@ class _Shape:
     order, and `read[u]` those of the output layer. `value` is the place of the values among the first."""
 
     name: str
-    computed: tuple[tuple[Slice, ...], ...]
-    read: tuple[tuple[Slice, ...], ...]
+    computed: tuple[tuple[HeadSlice, ...], ...]
+    read: tuple[tuple[HeadSlice, ...], ...]
     value: int = -1
 
     @property
@@ -66,15 +66,17 @@ class _Shape:
         return len(self.computed[0])
 
 
-def _values(shape: _Shape, value: int) -> list[Space]:
+def _values(shape: _Shape, value: int) -> list[HeadSpace]:
     """The spaces between values and outputs, if the values are the slices at this place."""
-    return [Space(shape.name, u, shape.read[u], (own[value],)) for u, own in enumerate(shape.computed)]
+    return [HeadSpace(shape.name, u, shape.read[u], (own[value],)) for u, own in enumerate(shape.computed)]
 
 
-def _keys(shape: _Shape, key: int) -> list[Space]:
+def _keys(shape: _Shape, key: int) -> list[HeadSpace]:
     """The spaces between queries and keys, if the keys are at this place and all others but the values are queries."""
     queries = [i for i in range(shape.count) if i not in (key, shape.value)]
-    return [Space(shape.name, u, tuple(own[i] for i in queries), (own[key],)) for u, own in enumerate(shape.computed)]
+    return [
+        HeadSpace(shape.name, u, tuple(own[i] for i in queries), (own[key],)) for u, own in enumerate(shape.computed)
+    ]
 
 
 def _shape_of(groups: Groups, group: Group, seen: Widths) -> _Shape | None:
@@ -102,14 +104,14 @@ def _shape_of(groups: Groups, group: Group, seen: Widths) -> _Shape | None:
     return _Shape(group.name, sides[0], sides[1]) if whole and even and len(sides[0][0]) > 2 else None
 
 
-def _slices(groups: Groups, layers: Iterable[Any], unit: int, width: int, biased: bool) -> Iterator[Slice]:
+def _slices(groups: Groups, layers: Iterable[Any], unit: int, width: int, biased: bool) -> Iterator[HeadSlice]:
     """A head's blocks of neighbouring rows, each as wide as the head."""
     for weight, dim, own in layers:
         bias = f"{weight.rpartition('.')[0]}.bias"
         bias_of = bias if biased and (bias, 0) in groups.axes else None
         for block in np.split(places := np.flatnonzero(own == unit), range(width, len(places), width)):
             if len(block) == width and block[-1] - block[0] == width - 1:
-                yield Slice(weight, dim, int(block[0]), width, bias_of)
+                yield HeadSlice(weight, dim, int(block[0]), width, bias_of)
 
 
 def _layers_seen(model: nn.Module, example: Any, groups: Groups, names: Sequence[str]) -> Widths:
@@ -147,12 +149,12 @@ class _Trial:
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             tensor.copy_(drawn * (2 / max(tensor.shape) ** 0.5 if tensor.ndim > 1 else 0.5))
         try:
-            self.wanted = outputs(self.model, self.example)
+            self.wanted = output_tensors(self.model, self.example)
         except Exception as error:
             what, why = type(model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
             raise HapError(f"{what} does not run in float64, where narrow heads are tried: {why}") from error
 
-    def settle(self, shapes: Sequence[_Shape], make: Callable[[_Shape, int], list[Space]]) -> dict[_Shape, int]:
+    def settle(self, shapes: Sequence[_Shape], make: Callable[[_Shape, int], list[HeadSpace]]) -> dict[_Shape, int]:
         """For each layer the place with which its heads bear other factors. All layers at once, if that works."""
         found: dict[_Shape, int] = {}
         for place in range(max((s.count for s in shapes), default=0))[::-1]:  # most have the values last
@@ -163,5 +165,5 @@ class _Trial:
                 found |= {s: place for s in left if self._bears(make(s, place))}
         return found
 
-    def _bears(self, spaces: Sequence[Space]) -> bool:
+    def _bears(self, spaces: Sequence[HeadSpace]) -> bool:
         return bool(spaces) and changes(self.model, spaces, self.example, self.wanted) is None

@@ -13,7 +13,7 @@ from hap.errors import HapError
 from hap.execution.input_checks import check_finite, outside_inference
 from hap.groups.groups import Groups
 from hap.groups.unprunable_summary import nothing_in_words
-from hap.scoring.base import Criterion, Problem, Scores
+from hap.scoring.base import Criterion, Scores, ScoringContext
 from hap.scoring.batch import Loss
 from hap.scoring.gate_curvature import GateCurvature
 from hap.scoring.gate_gradient import GateGradient
@@ -24,9 +24,26 @@ from hap.scoring.over_all_slices import Whole
 from hap.scoring.weight_baselines import L1, BNScale, GeometricMedian, Magnitude, Random
 
 __all__ = [
-    "CRITERIA", "L1", "OBD", "BNScale", "Criterion", "DiagonalFisher", "GateCurvature", "GateGradient",
-    "GeometricMedian", "HessianTrace", "JointTrace", "Magnitude", "Problem", "Random", "Reversed", "Scores", "Taylor",
-    "Whole", "as_criterion", "score",
+    "CRITERIA",
+    "L1",
+    "OBD",
+    "BNScale",
+    "Criterion",
+    "DiagonalFisher",
+    "GateCurvature",
+    "GateGradient",
+    "GeometricMedian",
+    "HessianTrace",
+    "JointTrace",
+    "Magnitude",
+    "Random",
+    "Reversed",
+    "Scores",
+    "ScoringContext",
+    "Taylor",
+    "Whole",
+    "as_criterion",
+    "score",
 ]  # fmt: skip
 
 
@@ -38,7 +55,7 @@ class Reversed(Criterion):
 
     name: ClassVar[str] = "reversed"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         inner = self.of.scores(problem)
         return Scores({n: -v for n, v in inner.items()}, inner.errors, inner.about)
 
@@ -85,7 +102,7 @@ def score(
         check_finite(model)
         raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
     with outside_inference(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        scores = as_criterion(criterion).scores(Problem(model, groups, batches, loss))
+        scores = as_criterion(criterion).scores(ScoringContext(model, groups, batches, loss))
     if not all(bool(v.isfinite().all()) for v in scores.values()):
         check_finite(model)
     return Scores({n: v.cpu() for n, v in scores.items()}, {n: v.cpu() for n, v in scores.errors.items()}, scores.about)

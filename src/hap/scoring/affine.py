@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hap.scoring.base import Problem
+from hap.scoring.base import ScoringContext
 
 
 @contextmanager
-def affine_norms(problem: Problem) -> Iterator[None]:
+def affine_norms(problem: ScoringContext) -> Iterator[None]:
     """Inside, BatchNorms that are not scored themselves are products with constants.
 
     Their graph keeps no activations and their backward is one product. The operator's own lays its gradients out anew

@@ -21,7 +21,7 @@ from hap.execution.double_backward import differentiable
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
 from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, Loss, samples
-from hap.scoring.input_checks import check_labels, draws_when_scored, in_words, is_per_sample, told
+from hap.scoring.input_checks import as_hap_error, check_labels, draws_when_scored, in_words, is_per_sample
 from hap.utils import distributed
 
 PIECE = 1 << 18
@@ -43,7 +43,7 @@ class Scores(dict[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScoringContext:
     """A model with its groups and calibration data. Nothing in here is ever written to."""
 
     model: nn.Module
@@ -81,7 +81,7 @@ class Problem:
                 'HessianTrace(method="exact"), "sampled" or "gauss-newton", or score before sharding'
             )
         args, kwargs = copied(call_arguments(batch[0]))
-        with told("the model or the loss fails on a calibration batch"):
+        with as_hap_error("the model or the loss fails on a calibration batch"):
             output = self.call(weights, args, kwargs)
             check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
@@ -105,7 +105,10 @@ class Problem:
         count = samples(batch)
         alone = pytree.tree_map(lambda t: t[-1:] if is_per_sample(t, count) else t, batch[0])
         args, kwargs = copied(call_arguments(alone))
-        with told("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"), torch.no_grad():
+        with (
+            as_hap_error("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"),
+            torch.no_grad(),
+        ):
             return call_with(self.model, {}, args, kwargs)
 
     def shares(self) -> list[float]:
@@ -164,7 +167,7 @@ class Criterion(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def scores(self, problem: Problem) -> Scores: ...
+    def scores(self, problem: ScoringContext) -> Scores: ...
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | json.loads(json.dumps(asdict(self)))

@@ -17,7 +17,7 @@ from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
 from hap.scoring.affine import affine_norms
-from hap.scoring.base import Criterion, Problem, Scores, fold
+from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import BATCH_FIRST, Batch
 from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, of_one_sample, over_samples, survey
 from hap.scoring.hessian_trace import MOST_OUTPUTS, quiet
@@ -49,11 +49,11 @@ class GateCurvature(Criterion):
         if self.draws < 2:
             raise HapError(f"draws={self.draws}; expected at least 2")
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         with quiet():
             return self._scores(problem)
 
-    def _scores(self, problem: Problem) -> Scores:
+    def _scores(self, problem: ScoringContext) -> Scores:
         gates, found = gates_of(problem.model, problem.groups), survey(problem)
         if found.why_not is not None:
             raise HapError(f"gate-curvature does not apply: {found.why_not}; {INSTEAD}")
@@ -162,7 +162,7 @@ See = Callable[[Gate, Tensor, Tensor], None]
 """Called with a gate, the value that passes it, and the gradient (K, *value) there."""
 
 
-def _check_samples(problem: Problem, gates: Gates) -> None:
+def _check_samples(problem: ScoringContext, gates: Gates) -> None:
     """Refuse gates at which the first axis is not that of the samples: what one sample gives would reach others."""
     batch, mixed = cut(problem.batches[0], slice(SURVEYED)), list[str]()
 
@@ -177,7 +177,7 @@ def _check_samples(problem: Problem, gates: Gates) -> None:
         raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
 
 
-def _piece(problem: Problem, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor,
+def _piece(problem: ScoringContext, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor,
            at_once: int) -> dict[str, Tensor]:  # fmt: skip
     """sum over samples of sign (d(s . output)/dg)^2, (K, units) by group."""
     rows: dict[str, list[Tensor]] = {name: [] for name in problem.groups}
@@ -199,7 +199,7 @@ def _piece(problem: Problem, gates: Gates, batch: Batch, vectors: Tensor, signs:
     return {name: torch.cat(some) for name, some in rows.items()}
 
 
-def _slope(problem: Problem, gate: Gate, value: Tensor, gradient: Tensor) -> Tensor:
+def _slope(problem: ScoringContext, gate: Gate, value: Tensor, gradient: Tensor) -> Tensor:
     """The gate's derivative for each vector and sample, (K, samples, units), from a value and its gradient (K, ...)."""
     axis = gate.axis % value.ndim
     x, g = value.movedim(axis, 1), gradient.movedim(axis + 1, 2)
@@ -212,7 +212,7 @@ def _slope(problem: Problem, gate: Gate, value: Tensor, gradient: Tensor) -> Ten
 
 
 @contextmanager
-def _tapped(problem: Problem, gates: Gates, see: See) -> Iterator[Tensor]:
+def _tapped(problem: ScoringContext, gates: Gates, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` for every gate that it goes by."""
     anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)
 

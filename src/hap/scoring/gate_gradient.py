@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hap.errors import HapError
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Criterion, Problem, Scores, fold
+from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import Batch, samples
 from hap.scoring.input_checks import check_finite_scores, check_targets
-from hap.scoring.over_all_slices import owned
+from hap.scoring.over_all_slices import all_slices
 from hap.scoring.sampled_gauss_newton import check_samples_first, check_seen
 from hap.utils import distributed
 
@@ -31,7 +31,7 @@ class GateGradient(Criterion):
 
     name: ClassVar[str] = "gate-gradient"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         totals = {
             n: torch.zeros(len(g), dtype=torch.float64, device=next(iter(problem.weights.values())).device)
             for n, g in problem.groups.items()
@@ -46,7 +46,7 @@ class GateGradient(Criterion):
         return Scores(totals, about={"per_layer": self.per_layer})
 
     @staticmethod
-    def _batch(problem: Problem, batch: Batch) -> dict[str, Tensor]:
+    def _batch(problem: ScoringContext, batch: Batch) -> dict[str, Tensor]:
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         readers = {(n, r.weight, r.dim): r for n, g in problem.groups.items() for r in _readers(problem, n, g)}
         count = samples(batch)
@@ -69,15 +69,15 @@ class GateGradient(Criterion):
         return {n: count * g.abs().mean(0) for n, g in gates.items()}  # the loss is a mean over the samples
 
 
-def _readers(problem: Problem, name: str, group: Group) -> tuple[Producer, ...]:
-    readers = owned(problem.groups, group)[len(group.producers) :]
+def _readers(problem: ScoringContext, name: str, group: Group) -> tuple[Producer, ...]:
+    readers = all_slices(problem.groups, group)[len(group.producers) :]
     if not readers:
         raise HapError(f"no layer reads group {name!r}, so a gate on it has no gradient; use another criterion")
     return readers
 
 
 @contextmanager
-def _reading(problem: Problem, weights: list[str]) -> Iterator[dict[str, Tensor]]:
+def _reading(problem: ScoringContext, weights: list[str]) -> Iterator[dict[str, Tensor]]:
     """What enters the layers that own these weights, with its graph."""
     modules, inputs, hooks = dict(problem.model.named_modules()), {}, []
     for weight in weights:

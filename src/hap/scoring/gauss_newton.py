@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.scoring.affine import affine_norms
-from hap.scoring.base import Problem
+from hap.scoring.base import ScoringContext
 from hap.scoring.batch import Batch, samples
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.scoring.outputs import OutputCurvature, output_curvature
@@ -64,7 +64,7 @@ class Survey:
         return fitting if device.type == "cuda" else min(fitting, max(CPU_GRADIENTS // vectors, 1))
 
 
-def survey(problem: Problem) -> Survey:
+def survey(problem: ScoringContext) -> Survey:
     """Run a few samples forward and one of them backward, to see every layer at work and count what it takes."""
     for name in problem.weights:
         if name not in problem.groups.direct:
@@ -119,7 +119,7 @@ Piece = Callable[[Batch, Tensor, Tensor, int], dict[str, Tensor]]
 outputs), their signs (K, samples), and how many of them to send back at once."""
 
 
-def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: int = 0) -> dict[str, Tensor]:
+def gauss_newton_traces(problem: ScoringContext, found: Survey, draws: int = 0, seed: int = 0) -> dict[str, Tensor]:
     """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact.
 
     With `draws`, so many independent and unbiased estimates of it instead: (draws, units).
@@ -133,7 +133,7 @@ def gauss_newton_traces(problem: Problem, found: Survey, draws: int = 0, seed: i
     return over_samples(problem, found, sizes, piece, draws, seed)
 
 
-def over_samples(problem: Problem, found: Survey, sizes: dict[str, int], piece: Piece, draws: int,
+def over_samples(problem: ScoringContext, found: Survey, sizes: dict[str, int], piece: Piece, draws: int,
                  seed: int) -> dict[str, Tensor]:  # fmt: skip
     """The mean over all samples of what each adds: (1, units) by name, summed over the vectors s_k; with `draws` one
     row for each of so many random combinations of them. `sizes` are the numbers of units."""
@@ -170,7 +170,7 @@ def drawn_traces(curvature: OutputCurvature, draws: int, generator: torch.Genera
     return lambda part: (vectors[:, part], signs[:, part])
 
 
-def _outputs(problem: Problem, batch: Batch, pieces: Pieces) -> Tensor:
+def _outputs(problem: ScoringContext, batch: Batch, pieces: Pieces) -> Tensor:
     """The outputs of a whole batch: a loss may weigh its samples by what else is in it."""
 
     def work(part: slice) -> Tensor:
@@ -181,7 +181,7 @@ def _outputs(problem: Problem, batch: Batch, pieces: Pieces) -> Tensor:
 
 
 def _piece(
-    problem: Problem, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int, dims: dict[str, int]
+    problem: ScoringContext, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int, dims: dict[str, int]
 ) -> dict[str, Tensor]:
     """sum over samples of sign ||J_p^T s||^2, (K, units) by weight, for the samples of one piece."""
     rows: dict[str, list[Tensor]] = {n: [] for n in problem.weights}
@@ -208,7 +208,7 @@ def cut(value: Any, part: slice) -> Any:
 
 
 @contextmanager
-def tapped(problem: Problem, see: See) -> Iterator[Tensor]:
+def tapped(problem: ScoringContext, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` as it goes by each layer that owns a weight."""
     modules, hooks = dict(problem.model.named_modules()), []
     anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calling import call_arguments, copied
-from hap.scoring.base import Criterion, Problem, Scores
+from hap.scoring.base import Criterion, Scores, ScoringContext
 from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, samples
 from hap.scoring.hessian_trace import quadratics
-from hap.scoring.input_checks import check_alone, check_steady, check_targets, is_per_sample, told
+from hap.scoring.input_checks import as_hap_error, check_alone, check_steady, check_targets, is_per_sample
 from hap.scoring.memory_chunks import Pieces
 from hap.utils import distributed
 
@@ -26,7 +26,7 @@ class Taylor(Criterion):
 
     name: ClassVar[str] = "taylor"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         total = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
             weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
@@ -49,7 +49,7 @@ class DiagonalFisher(Criterion):
 
     name: ClassVar[str] = "fisher"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         check_steady(problem.batches)
         squares = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
@@ -77,7 +77,7 @@ class DiagonalFisher(Criterion):
         )
 
     @staticmethod
-    def _per_sample(problem: Problem, batch: Batch, count: int, part: slice) -> dict[str, Tensor]:
+    def _per_sample(problem: ScoringContext, batch: Batch, count: int, part: slice) -> dict[str, Tensor]:
         """The gradients of some samples of a batch, each by itself."""
         assert problem.loss is not None
         loss = problem.loss
@@ -90,7 +90,7 @@ class DiagonalFisher(Criterion):
             args, kwargs = copied(call_arguments(x))
             return loss(problem.call(weights, args, kwargs), y)
 
-        with told("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
+        with as_hap_error("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
             return _for_each(one, problem.weights, own)
 
 
@@ -137,7 +137,7 @@ class OBD(Criterion):
 
     name: ClassVar[str] = "obd"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
         for block in quadratics(problem, self.probes, self.chunk, self.seed):
             for name, values in block.items():

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.errors import HapError
 from hap.scoring.affine import affine_norms
-from hap.scoring.base import Problem
+from hap.scoring.base import ScoringContext
 from hap.scoring.batch import Batch, samples
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.utils import distributed
@@ -17,7 +17,7 @@ from hap.utils import distributed
 class Hessian:
     """The Hessian of the mean loss in some weights, as an operator on dicts of vectors. Knows nothing of traces."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: ScoringContext):
         self.problem = problem
         self.weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
         self._graph: tuple[dict[str, Tensor], int] | None = None

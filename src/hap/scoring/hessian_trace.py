@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hap.errors import HapError
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Criterion, Problem, Scores, fold
+from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.deflation import Deflated
 from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
 from hap.scoring.hessian_operator import Hessian
@@ -36,7 +36,7 @@ def rademacher(weights: dict[str, Tensor], count: int, generator: torch.Generato
 
 
 def quadratics(
-    problem: Problem, probes: int, chunk: int | None, seed: int, deflate: int = 0
+    problem: ScoringContext, probes: int, chunk: int | None, seed: int, deflate: int = 0
 ) -> Iterator[dict[str, Tensor]]:
     """The elements of v * Hv for random sign vectors v, a block of probes (the first axis) at a time.
 
@@ -107,7 +107,7 @@ class HessianTrace(Criterion):
         if self.settle is not None and not 0 < self.settle < 1:
             raise HapError(f"settle={self.settle}; expected the share of units to be kept, between 0 and 1")
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         curved = problem.groups.curved
         if self.method == "hutchinson" or (self.method == "auto" and curved is not None):
             return self._hutchinson(problem)
@@ -126,7 +126,7 @@ class HessianTrace(Criterion):
             return self._hutchinson(problem)
         raise HapError(f'method="{self.method}" does not apply: {why}. Use HessianTrace(method="hutchinson").')
 
-    def _gauss_newton(self, problem: Problem, found: Survey) -> Scores:
+    def _gauss_newton(self, problem: ScoringContext, found: Survey) -> Scores:
         """Equation 6 from exact traces, or from the mean of sampled ones with its standard error."""
         sampled = self.method == "sampled" or (self.method != "exact" and found.outputs > MOST_OUTPUTS)
         method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
@@ -137,7 +137,7 @@ class HessianTrace(Criterion):
         errors = {n: v.std(0) / self.draws**0.5 for n, v in samples.items()}
         return Scores({n: v.mean(0) for n, v in samples.items()}, errors, {"method": method, "draws": self.draws})
 
-    def _hutchinson(self, problem: Problem) -> Scores:
+    def _hutchinson(self, problem: ScoringContext) -> Scores:
         """Mean and error of the score itself, probe by probe, so that errors cover the whole sum."""
         running = Running()
         for sample in self.estimates(problem):
@@ -152,14 +152,14 @@ class HessianTrace(Criterion):
         about = {"method": "hutchinson", "probes": running.count} | ({"deflate": self.deflate} if self.deflate else {})
         return Scores(values, errors, about)
 
-    def estimates(self, problem: Problem) -> Iterator[Tensor]:
+    def estimates(self, problem: ScoringContext) -> Iterator[Tensor]:
         """One unbiased estimate of all scores (float64, groups one after the other) per probe."""
         factors = {n: [factor(problem, g, p) for p in g.producers] for n, g in problem.groups.items()}
         for block in quadratics(problem, self.probes, self.chunk, self.seed, self.deflate):
             yield from self._estimates(problem, factors, block)
 
     @staticmethod
-    def _estimates(problem: Problem, factors: dict[str, list[Tensor]], quadratic: dict[str, Tensor]) -> Tensor:
+    def _estimates(problem: ScoringContext, factors: dict[str, list[Tensor]], quadratic: dict[str, Tensor]) -> Tensor:
         """Scores (probes, units) from the elements of v * Hv, which have the probes as their first axis."""
         columns = []
         for name, group in problem.groups.items():
@@ -176,7 +176,7 @@ class HessianTrace(Criterion):
         return float(((running.mean - cut).abs() < 2 * running.error()).double().mean()) <= UNDECIDED
 
 
-def factor(problem: Problem, group: Group, producer: Producer) -> Tensor:
+def factor(problem: ScoringContext, group: Group, producer: Producer) -> Tensor:
     """What turns a trace into equation 6, per unit of one producer: ||w_p||^2 / (2 |p|)."""
     norm = problem.sum_of(torch.square, group, producer)
     return norm / (2 * problem.sizes(group, producer).clamp_min(1))

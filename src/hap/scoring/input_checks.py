@@ -18,7 +18,7 @@ from hap.scoring.batch import BATCH_FIRST, Batch, Loss, samples
 
 
 @contextmanager
-def told(what: str, advice: str = "") -> Iterator[None]:
+def as_hap_error(what: str, advice: str = "") -> Iterator[None]:
     """What a user's code raises inside, as a HapError with its reason."""
     try:
         yield

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.errors import HapError
-from hap.scoring.base import Criterion, Problem, Scores, fold
+from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.hessian_trace import quadratics
 from hap.scoring.input_checks import check_finite_scores
-from hap.scoring.over_all_slices import mean_squares, per_unit_of_all, whole
+from hap.scoring.over_all_slices import mean_squares, per_unit_of_all, with_all_slices
 from hap.scoring.sampled_gauss_newton import drawn_traces
 from hap.utils import distributed
 
@@ -51,9 +51,9 @@ class JointTrace(Criterion):
                 "expected at least 2 probes, 1 draw and 0 directions"
             )
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         inner = _input_axes(problem)
-        problem = whole(problem)
+        problem = with_all_slices(problem)
         if self.method == "hutchinson":
             _refuse_half(problem)
             probed = _deflated if self.deflate else _probed
@@ -72,7 +72,7 @@ class JointTrace(Criterion):
         return Scores(mean, dict(zip(problem.groups, error.split(sizes), strict=True)), about)
 
 
-def _refuse_half(problem: Problem) -> None:
+def _refuse_half(problem: ScoringContext) -> None:
     """Second derivatives in half precision are mostly rounding."""
     for name, weight in problem.weights.items():
         if weight.dtype in (torch.float16, torch.bfloat16):
@@ -83,7 +83,7 @@ def _refuse_half(problem: Problem) -> None:
             )
 
 
-def _deflated(problem: Problem, how: JointTrace) -> Tensor:
+def _deflated(problem: ScoringContext, how: JointTrace) -> Tensor:
     """Estimates as those of `_probed`, with what the Hessian's leading directions contribute known exactly."""
     blocks = quadratics(problem, how.probes, 1, how.seed, how.deflate)
     probes = ({n: q[i] for n, q in block.items()} for block in blocks for i in range(len(next(iter(block.values())))))
@@ -92,7 +92,7 @@ def _deflated(problem: Problem, how: JointTrace) -> Tensor:
     )
 
 
-def _probed(problem: Problem, how: JointTrace) -> Tensor:
+def _probed(problem: ScoringContext, how: JointTrace) -> Tensor:
     """v^T H_pp v for every probe and unit (probes, units): a double backward per probe and batch.
 
     Products are summed along the axes of units, and folded into units once, since that waits for the device.
@@ -135,7 +135,7 @@ def _signs(weights: dict[str, Tensor], device: torch.device, seed: int) -> list[
 # ---- the Gauss-Newton trace -----------------------------------------------------------------------------------
 
 
-def _input_axes(problem: Problem) -> dict[str, int]:
+def _input_axes(problem: ScoringContext) -> dict[str, int]:
     """Which axis of each matrix its layer reads with: the one across from that of the units it computes."""
     axes: dict[str, int] = {}
     for group in problem.groups.values():

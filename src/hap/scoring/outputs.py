@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hap.errors import HapError
-from hap.scoring.base import Problem
+from hap.scoring.base import ScoringContext
 from hap.scoring.batch import DETACHED, Batch
 
 CLOSE = 1e-6
@@ -86,7 +86,7 @@ class Blocks(OutputCurvature):
         raise CannotSample("the loss is neither a cross-entropy nor one that treats the outputs apart")
 
 
-def output_curvature(problem: Problem, output: Tensor, batch: Batch) -> OutputCurvature | None:
+def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> OutputCurvature | None:
     """The curvature at a batch's outputs (samples, K), in float64; None where the loss has none.
 
     Which form it has is read off two products with random vectors, so that losses need not be known by name.

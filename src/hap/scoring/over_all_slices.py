@@ -13,12 +13,12 @@ from torch import Tensor
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Criterion, Problem, Scores
+from hap.scoring.base import Criterion, Scores, ScoringContext
 from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
 from hap.scoring.weight_baselines import L1, Magnitude
 
 
-def owned(groups: Groups, group: Group) -> tuple[Producer, ...]:
+def all_slices(groups: Groups, group: Group) -> tuple[Producer, ...]:
     """All that a unit owns: the slices that compute it, and the slices that read it. Of a head these are the query,
     key, value and output slices."""
     unit = np.full(groups.classes, -1, dtype=np.int64)
@@ -27,10 +27,10 @@ def owned(groups: Groups, group: Group) -> tuple[Producer, ...]:
     return (*group.producers, *readers)
 
 
-def whole(problem: Problem) -> Problem:
+def with_all_slices(problem: ScoringContext) -> ScoringContext:
     """The same problem in which a unit owns the slices that read it as well as those that compute it."""
     groups = problem.groups
-    grown = {n: replace(g, producers=owned(groups, g)) for n, g in groups.items()}
+    grown = {n: replace(g, producers=all_slices(groups, g)) for n, g in groups.items()}
     return replace(problem, groups=replace(groups, groups=grown))
 
 
@@ -53,21 +53,21 @@ class Whole(Criterion):
                 "For the Hessian's trace over all of a unit use JointTrace."
             )
 
-    def scores(self, problem: Problem) -> Scores:
-        problem = whole(problem)
+    def scores(self, problem: ScoringContext) -> Scores:
+        problem = with_all_slices(problem)
         return Scores(mean_squares(problem)) if isinstance(self.of, Magnitude) else self.of.scores(problem)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "of": self.of.to_dict()}
 
 
-def mean_squares(problem: Problem) -> dict[str, Tensor]:
+def mean_squares(problem: ScoringContext) -> dict[str, Tensor]:
     """||w_p||^2 / |p| for each unit, over all its slices together."""
     norms = problem.assemble(partial(problem.sum_of, torch.square))
     sizes = problem.assemble(problem.sizes)
     return {n: norms[n] / sizes[n].clamp_min(1) for n in norms}
 
 
-def per_unit_of_all(problem: Problem, formula: Any) -> Tensor:
+def per_unit_of_all(problem: ScoringContext, formula: Any) -> Tensor:
     """One value per unit on the last axis, the units of all groups one after the other."""
     return torch.cat(list(problem.assemble(formula).values()), dim=-1)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hap.errors import HapError
-from hap.scoring.base import Problem, fold
+from hap.scoring.base import ScoringContext, fold
 from hap.scoring.batch import Batch, samples
 from hap.scoring.input_checks import check_alone, check_targets, is_per_sample
 from hap.scoring.over_all_slices import per_unit_of_all
 from hap.utils import distributed
 
 
-def drawn_traces(problem: Problem, inner: dict[str, int], draws: int, seed: int) -> Tensor:
+def drawn_traces(problem: ScoringContext, inner: dict[str, int], draws: int, seed: int) -> Tensor:
     """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and unit."""
     device = next(iter(problem.weights.values())).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -86,7 +86,7 @@ class _Seen:
 
 
 @contextmanager
-def _watching(problem: Problem) -> Iterator[_Seen]:
+def _watching(problem: ScoringContext) -> Iterator[_Seen]:
     """Notes what enters and leaves the layers that own the problem's weights."""
     modules, seen, hooks = dict(problem.model.named_modules()), _Seen(), []
     for name in dict.fromkeys(weight.rpartition(".")[0] for weight in problem.weights):
@@ -120,7 +120,7 @@ def check_samples_first(batch: Batch, inputs: Mapping[str, Tensor], alone: Mappi
 
 
 def _row_squares(
-    problem: Problem, inner: dict[str, int], seen: _Seen, logits: Tensor, vector: Tensor
+    problem: ScoringContext, inner: dict[str, int], seen: _Seen, logits: Tensor, vector: Tensor
 ) -> dict[tuple[str, int], Tensor]:
     """For each slice's (weight, axis): sum over samples of the squared gradient, for every index of that axis."""
     layers = {weight: weight.rpartition(".")[0] for weight in problem.weights}

@@ -11,7 +11,7 @@ import torch
 
 from hap.errors import HapError
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Criterion, Problem, Scores, fold
+from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Magnitude(Criterion):
 
     name: ClassVar[str] = "magnitude"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         def formula(group: Group, producer: Producer) -> torch.Tensor:
             return problem.sum_of(torch.square, group, producer) / problem.sizes(group, producer).clamp_min(1)
 
@@ -33,7 +33,7 @@ class L1(Criterion):
 
     name: ClassVar[str] = "l1"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         return Scores(problem.assemble(partial(problem.sum_of, torch.abs)))
 
 
@@ -45,7 +45,7 @@ class Random(Criterion):
 
     name: ClassVar[str] = "random"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         generator = torch.Generator().manual_seed(self.seed)
         return Scores(
             {n: torch.rand(len(g), generator=generator, dtype=torch.float64) for n, g in problem.groups.items()}
@@ -58,7 +58,7 @@ class GeometricMedian(Criterion):
 
     name: ClassVar[str] = "geometric-median"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         def formula(group: Group, producer: Producer) -> torch.Tensor:
             rows = problem.weights[producer.weight].double().movedim(producer.dim, 0).flatten(1)
             values = torch.cdist(rows, rows).mean(1) / rows.shape[1] ** 0.5
@@ -73,7 +73,7 @@ class BNScale(Criterion):
 
     name: ClassVar[str] = "bn-scale"
 
-    def scores(self, problem: Problem) -> Scores:
+    def scores(self, problem: ScoringContext) -> Scores:
         parameters = dict(problem.model.named_parameters())
         values = {}
         for name, group in problem.groups.items():

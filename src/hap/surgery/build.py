@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hap.groups.types import Site
+from hap.groups.types import ConvGeometry
 from hap.implants import ChannelImplant, ImplantModule
 from hap.planning.plan import Plan
 from hap.surgery.checks import check_fits
-from hap.surgery.cut import cut_tensors, operate_
+from hap.surgery.cut import carry_out_, cut_tensors
 
 
 def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
     """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
     check_fits(model, plan)
-    operate_(model, plan, _build_implants(model, plan), cut_tensors(model, plan))
+    carry_out_(model, plan, build_implants(model, plan), cut_tensors(model, plan))
     return model
 
 
-def _build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None = None) -> dict[str, ImplantModule]:
+def build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None = None) -> dict[str, ImplantModule]:
     if not plan.grafts:
         return {}
     assert isinstance(plan.implant, ChannelImplant)
@@ -37,8 +37,8 @@ def _build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None
     return built
 
 
-def site_of(name: str, weight: str, conv: nn.Conv2d) -> Site:
+def site_of(name: str, weight: str, conv: nn.Conv2d) -> ConvGeometry:
     """The convolution's geometry; sizes of maps are not needed to build."""
     assert not isinstance(conv.padding, str)
     kernel, stride, padding, dilation = conv.kernel_size, conv.stride, conv.padding, conv.dilation
-    return Site(name, weight, kernel, stride, padding, dilation, (0, 0), (0, 0), 1)  # type: ignore[arg-type]
+    return ConvGeometry(name, weight, kernel, stride, padding, dilation, (0, 0), (0, 0), 1)  # type: ignore[arg-type]

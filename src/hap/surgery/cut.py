@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from hap.execution.calling import letting_go
+from hap.execution.calling import forgetting_caches
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
 from hap.surgery.hooks import attach_implant, attach_narrowing, attach_widening
 from hap.surgery.multihead_attention import FewerHeads
-from hap.surgery.recurrent_sizes import follow_weights_
+from hap.surgery.recurrent_sizes import update_sizes_
 from hap.utils.module_tree import named_tensors
 
 LARGE = 1 << 20
@@ -51,19 +51,19 @@ def _rows_at_once(tensor: Tensor) -> int:
     return max(1, LARGE // (4 * tensor[0].numel()))
 
 
-def operate_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
+def carry_out_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
     tensors = named_tensors(model)
-    with letting_go(model):
+    with forgetting_caches(model):
         with torch.no_grad():
             for name, tensor in shorter.items():
                 _replace_data(tensors[name], tensor)
-        follow_(model, plan, implants)
+        update_modules_(model, plan, implants)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()  # the list of its weights, which cuDNN wants side by side in memory
 
 
-def follow_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
+def update_modules_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule]) -> None:
     """Everything but the tensors, which are cut already: attributes, implants and what stands around modules."""
     modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
     aliases: dict[int, list[str]] = {}
@@ -154,7 +154,7 @@ def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
     elif isinstance(module, nn.MultiheadAttention):
         FewerHeads.take_over(module)
     elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        follow_weights_(module)
+        update_sizes_(module)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)
     elif isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.implants import ImplantModule
-from hap.planning.plan import Graft, Narrow, Widen
+from hap.planning.plan import ImplantStep, InputSelectionStep, OutputScatterStep
 from hap.surgery.scatter_in_forward import spread_inside
 
 
 class Stream(nn.Module):
     """Places the channels of a narrow branch among those of a wider stream and leaves zeros elsewhere."""
 
-    def __init__(self, widen: Widen, device: torch.device):
+    def __init__(self, widen: OutputScatterStep, device: torch.device):
         super().__init__()
         self.width, self.dim = widen.width, widen.dim
         self.register_buffer("index", torch.tensor(widen.index, dtype=torch.int64, device=device), persistent=False)
@@ -34,7 +34,7 @@ class Stream(nn.Module):
 class Padded(Stream):
     """The same for heads along the last axis, block by block, which is faster than one by one."""
 
-    def __init__(self, widen: Widen, device: torch.device):
+    def __init__(self, widen: OutputScatterStep, device: torch.device):
         super().__init__(widen, device)
         self.blocks = blocks_of(widen.index, widen.width)
 
@@ -53,7 +53,7 @@ def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.stream(output)
 
 
-def attach_widening(modules: Mapping[str, nn.Module], widen: Widen) -> None:
+def attach_widening(modules: Mapping[str, nn.Module], widen: OutputScatterStep) -> None:
     module = modules[widen.module]
     device = next(iter([*module.parameters(), *module.buffers()])).device
     module.add_module("stream", (Padded if widen.dim == -1 else Stream)(widen, device))
@@ -66,7 +66,7 @@ def attach_widening(modules: Mapping[str, nn.Module], widen: Widen) -> None:
 class Part(nn.Module):
     """Picks some indices along an axis of a tensor that a module is called with."""
 
-    def __init__(self, narrow: Narrow, device: torch.device):
+    def __init__(self, narrow: InputSelectionStep, device: torch.device):
         super().__init__()
         self.argument, self.dim = narrow.argument, narrow.dim
         self.register_buffer("index", torch.tensor(narrow.index, device=device), persistent=False)
@@ -78,7 +78,7 @@ class Part(nn.Module):
 class Blocks(Part):
     """The same for heads along the last axis, block by block."""
 
-    def __init__(self, narrow: Narrow, device: torch.device):
+    def __init__(self, narrow: InputSelectionStep, device: torch.device):
         super().__init__(narrow, device)
         self.blocks = blocks_of(narrow.index, narrow.size)
 
@@ -112,7 +112,7 @@ def _give_back(module: Any, args: Any, output: Any) -> Any:
     return pytree.tree_map(whole, output)
 
 
-def attach_narrowing(modules: Mapping[str, nn.Module], narrow: Narrow) -> None:
+def attach_narrowing(modules: Mapping[str, nn.Module], narrow: InputSelectionStep) -> None:
     module = modules[narrow.module]
     if not hasattr(module, "parts"):
         module.add_module("parts", nn.ModuleList())
@@ -133,7 +133,7 @@ def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:
     return joined if module.implant.order is None else joined.index_select(1, module.implant.order)
 
 
-def attach_implant(module: Any, implant: ImplantModule, graft: Graft) -> None:
+def attach_implant(module: Any, implant: ImplantModule, graft: ImplantStep) -> None:
     order = None if graft.order is None else torch.tensor(graft.order, device=module.weight.device)
     implant.register_buffer("order", order, persistent=False)
     module.add_module("implant", implant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def follow_weights_(module: nn.RNNBase | nn.RNNCellBase) -> None:
+def update_sizes_(module: nn.RNNBase | nn.RNNCellBase) -> None:
     """Make the sizes of a layer agree with its weights again."""
     ending = "" if isinstance(module, nn.RNNCellBase) else "_l0"
     inputs, states = (getattr(module, f"{name}{ending}") for name in ("weight_ih", "weight_hh"))

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import difference, in_float64, is_float32, outputs
-from hap.groups.types import Slice, Space
+from hap.execution.compare_outputs import difference, in_float64, is_float32, output_tensors
+from hap.groups.types import HeadSlice, HeadSpace
 
 CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-6}
 """How far outputs may be off, relative to the largest: some forwards compute parts in float32 whatever they get."""
 
 
 @contextmanager
-def turned(model: nn.Module, spaces: Sequence[Space], example: Any = None) -> Iterator[None]:
+def rotated(model: nn.Module, spaces: Sequence[HeadSpace], example: Any = None) -> Iterator[None]:
     """Turn these heads in place, for good unless something inside raises.
 
     With an `example`, HapError if the model then returns anything else.
@@ -36,7 +36,7 @@ def turned(model: nn.Module, spaces: Sequence[Space], example: Any = None) -> It
         raise
 
 
-def _check(model: nn.Module, spaces: Sequence[Space], example: Any) -> None:
+def _check(model: nn.Module, spaces: Sequence[HeadSpace], example: Any) -> None:
     problem = changes(model, spaces, example)
     if problem and is_float32(model):  # by rounding? Float64 tells.
         exact, again = in_float64(model, example)
@@ -45,21 +45,21 @@ def _check(model: nn.Module, spaces: Sequence[Space], example: Any) -> None:
         raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
 
 
-def changes(model: nn.Module, spaces: Sequence[Space], example: Any, wanted: list[Any] | None = None) -> str | None:
+def changes(model: nn.Module, spaces: Sequence[HeadSpace], example: Any, wanted: list[Any] | None = None) -> str | None:
     """What turning these heads changes in the outputs, in words. The model is left as it was.
 
     `wanted` are its outputs, where they are known.
     """
-    wanted = outputs(model, example) if wanted is None else wanted
+    wanted = output_tensors(model, example) if wanted is None else wanted
     before = turn_(model, spaces)
     try:
-        return difference(wanted, outputs(model, example), tolerance=CLOSE)
+        return difference(wanted, output_tensors(model, example), tolerance=CLOSE)
     finally:
         put_back_(model, before)
 
 
 @torch.no_grad()
-def turn_(model: nn.Module, spaces: Sequence[Space]) -> dict[str, Tensor]:
+def turn_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
     """Write the factors of each product by singular values, the largest first; returns what the tensors were.
 
     HapError where a weight is not finite; the model is then as it was.
@@ -96,7 +96,7 @@ def factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(torch.nn.functional.pad(m, (0, left.shape[1] - rank)) for m in made)  # type: ignore[return-value]
 
 
-def _matrix(tensors: dict[str, nn.Parameter], part: Slice) -> Tensor:
+def _matrix(tensors: dict[str, nn.Parameter], part: HeadSlice) -> Tensor:
     """(inputs or outputs of the layer, width of the head), with the bias as one more row; on the CPU, where small
     decompositions are fast."""
     matrix = tensors[part.weight].detach().narrow(part.dim, part.start, part.width)
@@ -106,7 +106,7 @@ def _matrix(tensors: dict[str, nn.Parameter], part: Slice) -> Tensor:
     return matrix.to("cpu", torch.float64)
 
 
-def _write(tensors: dict[str, nn.Parameter], part: Slice, values: Tensor) -> None:
+def _write(tensors: dict[str, nn.Parameter], part: HeadSlice, values: Tensor) -> None:
     if part.bias is not None:
         tensors[part.bias].data[part.start : part.start + part.width] = values[-1]
         values = values[:-1]

@@ -21,7 +21,7 @@ from hap.graph.capture import capture
 from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import CONVOLUTIONS
 from hap.groups.groups import Groups
-from hap.groups.types import Ints, Length
+from hap.groups.types import Ints, SizeAttribute
 from hap.tracing.trace import Tracer
 from hap.trials.search import Trial
 
@@ -62,7 +62,7 @@ def rewrite(
 
     def sized(found: Groups) -> Groups:
         counts = [(_name(i), size.classes(tracer.root), size.per) for i, size in enumerate(sizes)]
-        lengths = tuple(Length("", name, classes, per) for name, classes, per in counts if classes is not None)
+        lengths = tuple(SizeAttribute("", name, classes, per) for name, classes, per in counts if classes is not None)
         return replace(found, lengths=lengths, sites={}, direct=frozenset())
 
     found = sized(tracer.settle(describe(example), ignore, stream))

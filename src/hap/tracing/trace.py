@@ -22,22 +22,33 @@ from hap.execution.calling import describe
 from hap.graph.broadcast_axes import note_given
 from hap.graph.capture import Captured, capture, check_runs
 from hap.graph.nodes import ends_branch, is_sum, keeps_zero, short_name
-from hap.graph.shared_tables import Arguments, Entry, find_entries
+from hap.graph.shared_tables import CalledArguments, TableUse, find_entries
 from hap.groups.components import components, distinct, merged, occurring
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
-from hap.groups.types import Frozen, Group, Ints, Length, Narrowing, Producer, Product, Scatter, Site, Term
+from hap.groups.types import (
+    ActivationMacs,
+    ConvGeometry,
+    Frozen,
+    Group,
+    InputSelection,
+    Ints,
+    OutputScatter,
+    Producer,
+    SizeAttribute,
+    WeightMacs,
+)
 from hap.tracing import weight_views
 from hap.tracing.rules import products, registry
 from hap.tracing.training_branches import ALONE, TrainingOnly, training_only, warn_of_idle
 from hap.tracing.unprunable import ASKED, OUTPUT, STREAM, find_untouched
 from hap.tracing.weight_views import View
-from hap.tracing.zero_padding import stand_in
+from hap.tracing.zero_padding import pad_with_zeros
 from hap.trials.repeated_blocks import find_repeats
-from hap.trials.search import Trial, tried
-from hap.utils.gc_pause import left_for_later
+from hap.trials.search import Trial, run_trials
+from hap.utils.gc_pause import gc_paused
 from hap.utils.module_tree import named_tensors
-from hap.verification.informative_inputs import telling_example
+from hap.verification.informative_inputs import informative_example
 
 COUPLINGS = ("joint", "union")
 SHARED = (
@@ -47,7 +58,7 @@ SHARED = (
 UNTOLD = "the example does not show how it is split into heads; trace with several different tokens"
 
 
-@left_for_later()
+@gc_paused()
 def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Sequence[str] = (),
           stream: bool = False) -> Groups:  # fmt: skip
     """Find what can be removed from `model`, and what must go together.
@@ -62,7 +73,7 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     return trace_captured(capture(model, example), model, example, coupling, ignore, stream)
 
 
-@left_for_later()
+@gc_paused()
 def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],
                    stream: bool) -> Groups:  # fmt: skip
     """The same for a model that is captured already."""
@@ -75,9 +86,9 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     groups = tracer.settle(describe(example), ignore, stream)
     counting = tracer.counting_attributes()
     repeats = find_repeats(tracer, groups, counting, shapes)
-    telling = telling_example(model, example)
+    telling = informative_example(model, example)
     sized, sliced = tracer.sized_classes(), tracer.sliced_classes()
-    trial, misfits, untold = tried(partial(Trial, model, telling, groups, sized, counting, repeats, sliced))
+    trial, misfits, untold = run_trials(partial(Trial, model, telling, groups, sized, counting, repeats, sliced))
     if misfits and not trial.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
     if untold:
@@ -137,13 +148,13 @@ def _countable(module: nn.Module | None) -> list[tuple[str, Any]]:
 class Tracer:
     """Holds the labels while the rules run. Rules call `labels`, `axis`, `tie`, `join`, `freeze` and `set_*`."""
 
-    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, called: Arguments, coupling: str):
+    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, called: CalledArguments, coupling: str):
         self.program = program
         self.called = called
         self.entries = find_entries(program, called)
         self.shared = {table for table, _ in self.entries}
-        self.entered: dict[tuple[fx.Node, Entry | None], Tensor] = {}
-        self.narrowings: list[Narrowing] = []
+        self.entered: dict[tuple[fx.Node, TableUse | None], Tensor] = {}
+        self.narrowings: list[InputSelection] = []
         self.reader: fx.Node | None = None
         self.coupling = coupling
         self.values: dict[fx.Node, Any] = {}
@@ -153,20 +164,20 @@ class Tracer:
         self.roles: dict[tuple[str, int], str] = {}
         self.edges: list[tuple[Ints, Ints]] = []
         self.feeds: list[tuple[Ints, Ints]] = []
-        self.scatters: list[Scatter] = []
-        self.terms: list[Term] = []
+        self.scatters: list[OutputScatter] = []
+        self.terms: list[WeightMacs] = []
         self.layers: dict[fx.Node, Any] = {}
         self.inside: dict[str, str] = {}
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, ConvGeometry] = {}
         self.frozen: list[Frozen] = []
         self.causes: list[tuple[Ints, Frozen]] = []
         self.bonds: list[tuple[Ints, Ints]] = []
         self.stream = False
-        self.lengths: list[Length] = []
+        self.lengths: list[SizeAttribute] = []
         self.fixed_macs = 0
         self.uncounted: set[str] = set()
-        self.products: list[Product] = []
+        self.products: list[ActivationMacs] = []
         self.met: list[Ints] = []
         self.mixes: dict[fx.Node, bool] = {}
         self.whole: list[tuple[Ints, list[int]]] = []
@@ -213,7 +224,7 @@ class Tracer:
         entry = self.entries.get((node, self.reader)) if self.reader is not None else None
         return self._entered(node, entry) if node in self.shared else self.values[node]
 
-    def _entered(self, table: fx.Node, entry: Entry | None) -> Tensor:
+    def _entered(self, table: fx.Node, entry: TableUse | None) -> Tensor:
         """The labels of a table inside a module that picks its own part of it along the one axis where it varies.
 
         The module that makes the table has no such way; it works with all of it.
@@ -227,7 +238,7 @@ class Tracer:
                 if entry is None:
                     self.hold(own, table.name, "shared by several modules, of which this one makes it")
                 else:
-                    self.narrowings.append(Narrowing(entry.module, entry.argument, long[0], own))
+                    self.narrowings.append(InputSelection(entry.module, entry.argument, long[0], own))
                 labels = torch.from_numpy(own).view(labels.shape)
             self.entered[table, entry] = labels
         return self.entered[table, entry]
@@ -240,7 +251,7 @@ class Tracer:
             for d in long:
                 self.tie(name, d, np.zeros(shape[d], dtype=np.int64), "free")
             return torch.zeros([1] * len(shape), dtype=torch.int64)
-        return registry.spread(self.axis(name, long[0]), len(shape), long[0])
+        return registry.labels_on_axis(self.axis(name, long[0]), len(shape), long[0])
 
     def axis(self, parameter: str, dim: int, role: str = "free") -> Ints:
         """The labels of a parameter axis, made on first use."""
@@ -294,7 +305,7 @@ class Tracer:
         if short_name(node) == "linear" and view.whole and self._is_inside(weight, node):
             self.inside[weight] = self.module(node)
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
-        self.terms.append(Term(weight, positions, part))
+        self.terms.append(WeightMacs(weight, positions, part))
         self.layers[node] = None  # its labels, once they are there
 
     def _is_inside(self, weight: str, node: fx.Node) -> bool:
@@ -404,7 +415,7 @@ class Tracer:
             return torch.from_numpy(known.wide).view(labels.shape)
         wide = self.fresh(len(narrow))
         self.feeds.append((narrow, wide))
-        self.scatters.append(Scatter(module, narrow, wide))
+        self.scatters.append(OutputScatter(module, narrow, wide))
         return torch.from_numpy(wide).view(labels.shape)
 
     # ---- from labels to groups ------------------------------------------------------------------------------
@@ -428,12 +439,12 @@ class Tracer:
             terms=tuple(self.terms),
             fixed_macs=self.fixed_macs,
             uncounted=tuple(sorted(self.uncounted)),
-            products=tuple(Product(root[p.classes], p.positions) for p in self.products),
+            products=tuple(ActivationMacs(root[p.classes], p.positions) for p in self.products),
             written=tuple(self._written(root)),
             direct=frozenset(w for w in self._direct if self._uses[w] == 1),
             sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
             narrowings=tuple(replace(x, classes=root[x.classes]) for x in self.narrowings),
-            scatters=tuple(Scatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
+            scatters=tuple(OutputScatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
             scales=tuple(dict.fromkeys(self.scales)),
             spanned=_removable(root, self.spanned),
             met=_removable(root, self.met),
@@ -444,7 +455,7 @@ class Tracer:
             example=example,
         )
         held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in self.held)])])
-        groups, unable = stand_in(groups, held, self.called, self.modules, self.inside)
+        groups, unable = pad_with_zeros(groups, held, self.called, self.modules, self.inside)
         self.root = np.where(np.isin(root, list(groups.padded)), 0, root)
         if not len(unable):
             return groups
@@ -453,14 +464,14 @@ class Tracer:
                 self.freeze(labels[np.isin(root[labels], unable)], about.what, about.why)
         return self.finish(example)
 
-    def _written(self, root: Ints) -> Iterator[Product]:
+    def _written(self, root: Ints) -> Iterator[ActivationMacs]:
         """What the layers write: as many values for each label of an output as it stands for."""
         for node, labels in self.layers.items():
             value = node.meta["val"]
             if isinstance(labels, list):  # a recurrent layer also returns its last states
                 labels, value = labels[0], value[0]
             if isinstance(labels, Tensor) and labels.numel():
-                yield Product(root[labels.flatten().numpy()], value.numel() // labels.numel())
+                yield ActivationMacs(root[labels.flatten().numpy()], value.numel() // labels.numel())
 
     def without(
         self, groups: Groups, misfits: Mapping[str, str], model: nn.Module, example: Any, shapes: Mapping[str, int]
@@ -513,12 +524,12 @@ class Tracer:
         self.freeze(stream, ", ".join(names), STREAM)
         return len(stream) > 0
 
-    def counting_attributes(self) -> list[Length]:
+    def counting_attributes(self) -> list[SizeAttribute]:
         """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`.
 
         Or of one part of something split there, by sizes in a tuple.
         """
-        found: dict[tuple[str, str, int], dict[bytes, Length]] = {}
+        found: dict[tuple[str, str, int], dict[bytes, SizeAttribute]] = {}
         for module, labels, part in (x for x in self.shaped if x[1].numel()):
             roots = torch.from_numpy(np.asarray(self.root[labels.numpy()]))
             for dim, size in enumerate(labels.shape):
@@ -530,7 +541,7 @@ class Tracer:
                             right = part in (None, entry) or not several
                             if type(number) is int and number == size and right:
                                 classes, axes = rows[:, 0].numpy(), found.setdefault((module, attribute, entry), {})
-                                length = Length(module, attribute, classes, entry=entry, axis=len(axes))
+                                length = SizeAttribute(module, attribute, classes, entry=entry, axis=len(axes))
                                 axes.setdefault(classes.tobytes(), length)
         return [length for axes in found.values() for length in axes.values()]
 

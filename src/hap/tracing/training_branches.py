@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.execution.calling import call_arguments, copied, seeded
-from hap.execution.fast_copy import variant
+from hap.execution.fast_copy import copy_with
 from hap.execution.model_outputs import known
 from hap.graph.capture import Captured, captured
 from hap.graph.partition import Parts
 from hap.groups.groups import Groups
 from hap.planning.assemble import draft
-from hap.surgery.cut import cut_tensors, follow_
+from hap.surgery.cut import cut_tensors, update_modules_
 from hap.trials.removal_rounds import rounds_of
 from hap.verification.verify import in_a_line
 
@@ -62,7 +62,7 @@ class TrainingOnly:
         plan = draft(groups, {n: removal[n] for n in names})
         try:
             pruned = _copy(self.model, cut_tensors(self.model, plan))
-            follow_(pruned, plan, {})
+            update_modules_(pruned, plan, {})
             shapes, _ = _run_in_training(pruned, self.example)
         except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
             return in_a_line(error)
@@ -126,7 +126,7 @@ def _branch(model: nn.Module, parameters: Set[str], parameter: str) -> str:
 def _copy(model: nn.Module, shorter: Mapping[str, Tensor]) -> nn.Module:
     """A copy, some of it shorter, that shares nothing with the model: a forward may write to weights in training."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()} | dict(shorter)
-    return variant(model, {name: tensor.clone() for name, tensor in tensors.items()})
+    return copy_with(model, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def _run_in_training(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], Set[str]]:

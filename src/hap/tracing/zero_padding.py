@@ -14,16 +14,16 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from hap.graph.shared_tables import Arguments
+from hap.graph.shared_tables import CalledArguments
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
-from hap.groups.types import Group, Ints, Narrowing, Scatter
+from hap.groups.types import Group, InputSelection, Ints, OutputScatter
 
 Axis = tuple[str, int]
 
 
-def stand_in(
-    groups: Groups, held: Ints, called: Arguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
+def pad_with_zeros(
+    groups: Groups, held: Ints, called: CalledArguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
 ) -> tuple[Groups, Ints]:
     """The groups with zeros in place of the classes in `held` that go, and those of them that this cannot be done for.
 
@@ -38,7 +38,7 @@ def stand_in(
 
 
 def _layers(
-    groups: Groups, group: Group, called: Arguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
+    groups: Groups, group: Group, called: CalledArguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
 ) -> set[Axis] | None:
     """The axes of weights, and of their biases, around what a group's heads meet in; None if some are out of reach."""
     if np.isin(group.classes, groups.feeds).any():  # a stream has a scatter of its own
@@ -76,10 +76,10 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], insid
     read = {key: None for n in around for key in groups[n].consumers}
     for weight, dim in made:
         classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        scatters.append(Scatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
+        scatters.append(OutputScatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
     for weight, dim in read:
         classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        narrowings.append(Narrowing(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
+        narrowings.append(InputSelection(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
     return replace(
         groups,
         axes={key: classes if key in cut else to[classes] for key, classes in groups.axes.items()},

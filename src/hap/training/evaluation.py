@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hap.data import Batch, Data
 from hap.errors import HapError
-from hap.execution.calling import evaluating
+from hap.execution.calling import eval_mode
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def evaluate(model: nn.Module, data: Data | Iterable[Batch], split: str = "test"
     right = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), device=device)
     count = 0
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for x, y in batches:
             logits, target = model(x.to(device)), y.to(device)
             right += (logits.argmax(1) == target).sum()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hap.errors import HapError
-from hap.utils.gc_pause import left_for_later
+from hap.utils.gc_pause import gc_paused
 
 Step = Callable[[], None]
 
@@ -62,7 +62,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # a graph of an earlier training that is freed while this one is recorded would break it
         try:
-            with left_for_later(), torch.cuda.graph(graph, pool=self.pool):
+            with gc_paused(), torch.cuda.graph(graph, pool=self.pool):
                 self._fork_and_join()
         except RuntimeError as error:
             raise HapError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from hap.data import Data
 from hap.errors import HapError
-from hap.execution.calling import evaluating
+from hap.execution.calling import eval_mode
 from hap.training.checkpoint import STATE, Checkpoint
 from hap.training.evaluation import device_of, evaluate
 from hap.training.graph import Captured, Step, in_turn
@@ -283,7 +283,7 @@ def _check_masks(models: list[nn.Module], masks: list[Masks | None]) -> None:
 def _check_outputs(model: nn.Module, data: Data) -> None:
     """A label beyond the outputs would end as an obscure failure inside the device."""
     images = next(data.batches("train", 1))[0].to(device_of(model))
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         shape = tuple(model(images).shape)
     if shape != (1, data.classes):
         raise HapError(

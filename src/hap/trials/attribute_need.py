@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.execution.calling import evaluating
+from hap.execution.calling import eval_mode
 from hap.execution.compare_outputs import difference
 from hap.execution.masked_execution import NoEmptyHeads
-from hap.groups.types import Length
+from hap.groups.types import SizeAttribute
 from hap.surgery.cut import with_entry
 
 
@@ -45,7 +45,7 @@ class Call:
 
     def again(self) -> Any:
         args, kwargs = self.given
-        with evaluating(self.module), torch.no_grad(), NoEmptyHeads():
+        with eval_mode(self.module), torch.no_grad(), NoEmptyHeads():
             return self.module(*args, **kwargs)
 
     def is_returned(self, found: Any) -> bool:
@@ -78,7 +78,7 @@ class Calls:
             model.get_submodule(name).register_forward_pre_hook(_entering(me, name), with_kwargs=True)
             model.get_submodule(name).register_forward_hook(_leaving(me, name))
 
-    def without(self, length: Length, dense: Any) -> Without:
+    def without(self, length: SizeAttribute, dense: Any) -> Without:
         """What becomes of the module with the attribute as it is in the `dense` module."""
         call = self.found.get(length.module)
         if call is None or call.returned is None or not call.is_steady():

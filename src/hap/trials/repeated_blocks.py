@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from hap.graph.same_modules import same_modules
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Ints, Length
+from hap.groups.types import Bools, Ints, SizeAttribute
 from hap.trials.attribute_reads import SETTINGS
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Repeats:
         """These groups and those that repeat them."""
         return _with_likes(names, self.groups)
 
-    def lengths_like(self, found: list[Length], among: Sequence[Length]) -> list[Length]:
+    def lengths_like(self, found: list[SizeAttribute], among: Sequence[SizeAttribute]) -> list[SizeAttribute]:
         """These attributes and those that repeat them."""
         place = {id(x): i for i, x in enumerate(among)}
         return [among[i] for i in _with_likes((place[id(x)] for x in found), self.lengths)]
@@ -60,7 +60,7 @@ def _with_likes(items: Iterable[Any], repeated: Mapping[Any, Any]) -> list[Any]:
     return list(found)
 
 
-def without(groups: Groups, repeats: Repeats) -> Groups:
+def without_repeats(groups: Groups, repeats: Repeats) -> Groups:
     """The groups, and all that belongs to them, without what is in blocks that repeat others."""
 
     def outside(name: str) -> bool:
@@ -83,7 +83,7 @@ def without(groups: Groups, repeats: Repeats) -> Groups:
     )
 
 
-def find_repeats(tracer: Tracer, groups: Groups, candidates: list[Length], shapes: Mapping[str, int]) -> Repeats:
+def find_repeats(tracer: Tracer, groups: Groups, candidates: list[SizeAttribute], shapes: Mapping[str, int]) -> Repeats:
     """Blocks that repeat an earlier one, the outermost of those that do. Streams of branches are tried in full."""
     if len(groups.feeds):
         return Repeats()
@@ -190,7 +190,7 @@ def _cut_alike(tracer: Tracer, a: fx.Node, b: fx.Node) -> bool:
 class _Pairing:
     """Pairs the groups and attributes of two blocks by the classes on the axes of their parameters."""
 
-    def __init__(self, groups: Groups, candidates: list[Length]):
+    def __init__(self, groups: Groups, candidates: list[SizeAttribute]):
         self.groups, self.candidates = groups, candidates
         self.times = self._count(groups.axes)
         self.names, self.sizes = list(groups), np.array([len(g.classes) for g in groups.values()], dtype=np.int64)

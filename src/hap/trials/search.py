@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calling import draws
-from hap.execution.compare_outputs import difference, in_float64, outputs
-from hap.execution.fast_copy import variant
+from hap.execution.calling import draws_random_numbers
+from hap.execution.compare_outputs import difference, in_float64, output_tensors
+from hap.execution.fast_copy import copy_with
 from hap.graph.capture import Asked, exporting, modules_in
 from hap.graph.partition import touched
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
-from hap.groups.types import Ints, Length
+from hap.groups.types import Ints, SizeAttribute
 from hap.planning.assemble import draft
 from hap.planning.cost import CostModel
 from hap.planning.plan import Plan
 from hap.trials.attribute_need import Calls, Without
 from hap.trials.attribute_reads import Reads
 from hap.trials.removal_rounds import kind_of, rounds_of
-from hap.trials.repeated_blocks import NONE, Repeats, without
-from hap.verification.indistinguishable_heads import Rows, untold
-from hap.verification.informative_weights import telling_weights
+from hap.trials.repeated_blocks import NONE, Repeats, without_repeats
+from hap.verification.indistinguishable_heads import Rows, indistinguishable_heads
+from hap.verification.informative_weights import informative_weights
 from hap.verification.verify import COUNTED, UNLIKE, Listener, Misfit, check_by_running, in_a_line
 
 Key = tuple[int, frozenset[str], frozenset[int]]
@@ -96,12 +96,15 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[Length],
+        self, model: nn.Module, example: Any, groups: Groups, sized: Ints, candidates: list[SizeAttribute],
         repeats: Repeats = NONE, sliced: Ints = NOTHING, loud: Mapping[str, float] = MappingProxyType({}),
         before: Trial | None = None,
     ):  # fmt: skip
         model, example = touched(model, example, [name for (name, _), classes in groups.axes.items() if classes.any()])
-        self.example, self.groups = example, replace(without(groups, repeats), untouched={})  # nobody reads its plans
+        self.example, self.groups = (
+            example,
+            replace(without_repeats(groups, repeats), untouched={}),
+        )  # nobody reads its plans
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced, loud=loud)
         self.repeats, self.attributes, self.before = repeats, candidates, before
         self.cost = CostModel(self.groups)
@@ -118,8 +121,8 @@ class Trial:
         self.able = [n for n in self.groups if self.removals[0][1][n]]
         self.suspects = [n for n in self.able if np.isin(self._reach(n), sized).any()]
         self.rest: list[str] = []
-        self.rest_lengths: list[Length] = []
-        self.found: list[Length] = []
+        self.rest_lengths: list[SizeAttribute] = []
+        self.found: list[SizeAttribute] = []
         self.wanted: dict[Key, list[Any]] = {}
         self.spread: set[Key] = set()
         self.calls: tuple[frozenset[str], frozenset[int], Calls] | None = None
@@ -128,7 +131,7 @@ class Trial:
         self.failed: str | None = None
         self.pruned: tuple[nn.Module, Plan, Any] | None = None
         self.instead: Trial | None = None
-        self.outcome: tuple[list[str], list[Length]] | None = None
+        self.outcome: tuple[list[str], list[SizeAttribute]] | None = None
         self.agrees = False
         self.ran = False
 
@@ -144,7 +147,7 @@ class Trial:
         """
         try:
             model = _telling(model, self.groups, loud)
-            made = variant(model, {}) if self.repeats.blocks or self.candidates else model
+            made = copy_with(model, {}) if self.repeats.blocks or self.candidates else model
             if made is not model:
                 self._watch(made, Reads(made))
             return made
@@ -216,9 +219,12 @@ class Trial:
     def _chance(self) -> str:
         """What there is to say of models of which two runs differ by themselves, and of all others."""
         try:
-            if draws(self.model, self.example):
+            if draws_random_numbers(self.model, self.example):
                 return "its forward draws at random"
-            if difference(outputs(self.model, self.example), outputs(self.model, self.example)) is not None:
+            if (
+                difference(output_tensors(self.model, self.example), output_tensors(self.model, self.example))
+                is not None
+            ):
                 return "two runs of the model itself differ too"
         except Exception:  # it ran before, but whoever does not return the same twice may also fail
             return "the model itself does not always run"
@@ -257,7 +263,7 @@ class Trial:
             together = together if self._fits(together, [], rounds=1) else []
             doubtful = [n for n in self.able if n not in together]
         self._cut_short(together, self.found)
-        able: dict[str, list[Length]] = {}
+        able: dict[str, list[SizeAttribute]] = {}
         for kin in self._kinds(doubtful):
             if (needed := self._needs(kin[0])) is not None:
                 attributes = set(map(_attribute_kind, needed))
@@ -299,7 +305,7 @@ class Trial:
         pruned, plan, example = self.pruned
         kept = {(cut.name, cut.dim): np.array(cut.keep) for cut in plan.cuts}
         rows = {n: self._rows(n, kept) for n in names}
-        return self.repeats.like(untold(pruned, example, rows, steady=not self.loud))
+        return self.repeats.like(indistinguishable_heads(pruned, example, rows, steady=not self.loud))
 
     def _rows(self, name: str, kept: Mapping[tuple[str, int], Ints]) -> list[Rows]:
         """What computes or reads units of a group, in a model that has this left of its weights."""
@@ -312,7 +318,7 @@ class Trial:
             found.append((weight, dim, torch.from_numpy(np.flatnonzero(own))))
         return found
 
-    def _following_in_export(self, misfits: list[str]) -> list[Length]:
+    def _following_in_export(self, misfits: list[str]) -> list[SizeAttribute]:
         """Further attributes that have to follow where the model is exported.
 
         A forward may go another way then, such as with a mask written out. That is the way the graph shows, and one
@@ -333,7 +339,7 @@ class Trial:
                 return more
         return []
 
-    def _fits_in_export(self, names: list[str], lengths: list[Length]) -> bool:
+    def _fits_in_export(self, names: list[str], lengths: list[SizeAttribute]) -> bool:
         """Whether one round fits while torch says that it exports: the result is to be what it is otherwise."""
         with exporting():
             return self._end(0, names, {id(x): x for x in lengths}).fits
@@ -349,7 +355,7 @@ class Trial:
         self.instead = self._contrary(unfit)
         return self.instead.unfit(names) if self.instead is not None else unfit
 
-    def _fitting(self, able: dict[str, list[Length]]) -> dict[str, list[Length]]:
+    def _fitting(self, able: dict[str, list[SizeAttribute]]) -> dict[str, list[SizeAttribute]]:
         """Those of these groups that fit: all of them, or else what does of those to blame and of the others."""
         if not able or self._fits([*able], [x for needed in able.values() for x in needed], rounds=1):
             return able
@@ -359,7 +365,7 @@ class Trial:
         parts = ({n: x for n, x in able.items() if (n in blamed) == side} for side in (True, False))
         return {n: x for part in parts for n, x in self._fitting(part).items()} if len(able) > 1 else {}
 
-    def _together(self) -> tuple[list[str], list[Length]]:
+    def _together(self) -> tuple[list[str], list[SizeAttribute]]:
         """Groups that can lose units all at once, and the attributes that follow them.
 
         Where a module fails, the groups that it computes or reads are left out, and all of their kind. None, if that
@@ -403,15 +409,15 @@ class Trial:
         if doubles and all(p.dtype == torch.float32 for p in self.model.parameters()):
             self.model, self.example = in_float64(self.model, self.example)
 
-    def _cut_short(self, names: list[str], lengths: list[Length]) -> None:
+    def _cut_short(self, names: list[str], lengths: list[SizeAttribute]) -> None:
         """In all later trials."""
         self.rest += names
         self.rest_lengths += lengths
 
-    def _counting(self, name: str) -> list[Length]:
+    def _counting(self, name: str) -> list[SizeAttribute]:
         return [x for x in self.candidates if np.isin(x.classes, self._reach(name)).any()]
 
-    def _needed(self, names: list[str], lengths: list[Length]) -> list[Length] | None:
+    def _needed(self, names: list[str], lengths: list[SizeAttribute]) -> list[SizeAttribute] | None:
         """Without those that need not follow: a number may equal the length of an axis by chance. None: nothing fits.
 
         One round shows that, unless all of them together do not bear it out. Where a round takes long, a number that
@@ -430,7 +436,7 @@ class Trial:
                 return needed
         return None
 
-    def _spare(self, names: list[str], lengths: list[Length]) -> tuple[list[AttributeKind], list[AttributeKind]]:
+    def _spare(self, names: list[str], lengths: list[SizeAttribute]) -> tuple[list[AttributeKind], list[AttributeKind]]:
         """Of attributes that all follow and fit, the kinds that no module run by itself seems to need, and those that
         change what one returns. Kinds without which a module fails are in neither."""
         kinds = dict.fromkeys(map(_attribute_kind, lengths), Without.UNKNOWN)
@@ -447,7 +453,7 @@ class Trial:
                 kinds[kind] = self.calls[2].without(x, self.model.get_submodule(x.module))
         return [k for k, w in kinds.items() if w not in told], [k for k, w in kinds.items() if w is Without.DIFFERS]
 
-    def _needs(self, name: str) -> list[Length] | None:
+    def _needs(self, name: str) -> list[SizeAttribute] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
         counting = self._counting(name)
         for chosen in _choices(counting):
@@ -456,7 +462,7 @@ class Trial:
                 return needed
         return None
 
-    def _fits(self, names: list[str], lengths: Sequence[Length], rounds: int | None = None) -> bool:
+    def _fits(self, names: list[str], lengths: Sequence[SizeAttribute], rounds: int | None = None) -> bool:
         """Whether the model does without parts of these groups. No round is run if it is known how it would end."""
         following = {id(x): x for x in (*self.rest_lengths, *lengths)}
         cut = [*dict.fromkeys([*names, *self.rest])]
@@ -470,7 +476,7 @@ class Trial:
                 return False
         return True
 
-    def _end(self, number: int, cut: list[str], following: dict[int, Length]) -> End:
+    def _end(self, number: int, cut: list[str], following: dict[int, SizeAttribute]) -> End:
         """How a round ends in which these groups lose units and these attributes, by id, follow.
 
         What a norm spans changes values, so as much of it goes from both models that are compared. That these run with
@@ -506,7 +512,7 @@ class Trial:
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
         return End(frozenset(following), read, fits, failed, why)
 
-    def _was_read(self, length: Length) -> bool:
+    def _was_read(self, length: SizeAttribute) -> bool:
         """Whether the last round read this attribute, as far as is known."""
         if self.reads is None or length.module not in self.watched:
             return True
@@ -530,7 +536,7 @@ class Trial:
         return found
 
 
-def tried(
+def run_trials(
     trial_with: Callable[[Mapping[str, float], Trial | None], Trial],
 ) -> tuple[Trial, list[str], list[str]]:
     """A trial, the groups that do not fit, and those of heads that it could not tell apart.
@@ -569,8 +575,8 @@ def _telling(model: nn.Module, groups: Groups, loud: Mapping[str, float]) -> nn.
     """
     multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
     among = [g for g in groups.values() if np.isin(g.classes, multiplied).any()]
-    changed = telling_weights(model, {p.weight: 2.0 * loud.get(g.name, 1.0) for g in among for p in g.producers})
-    return variant(model, changed) if changed else model
+    changed = informative_weights(model, {p.weight: 2.0 * loud.get(g.name, 1.0) for g in among for p in g.producers})
+    return copy_with(model, changed) if changed else model
 
 
 def _failing_module(error: BaseException) -> str | None:
@@ -596,12 +602,12 @@ def _reason(why: str, seen: str, other: str, chance: str) -> str:
     return f"{why}{like}: {seen}; {chance}" if why == UNLIKE else f"{why}{like}: {seen}"
 
 
-def _choices(lengths: Sequence[Length]) -> Iterator[tuple[Any, ...]]:
+def _choices(lengths: Sequence[SizeAttribute]) -> Iterator[tuple[Any, ...]]:
     """Kinds of these attributes, few at a time first."""
     kinds = list(dict.fromkeys(map(_attribute_kind, lengths)))
     choices = itertools.chain.from_iterable(itertools.combinations(kinds, n) for n in range(len(kinds) + 1))
     return itertools.islice(choices, MOST_CHOICES)
 
 
-def _attribute_kind(length: Length) -> AttributeKind:
+def _attribute_kind(length: SizeAttribute) -> AttributeKind:
     return kind_of(length.module), length.attribute, length.entry, length.axis

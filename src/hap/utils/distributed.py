@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.utils.plain_mapping import plain
+from hap.utils.plain_mapping import as_dict
 
 
 def processes() -> int:
@@ -96,7 +96,7 @@ def shard(batches: Iterable[Any]) -> list[Any]:
     def mine(value: Any) -> Any:
         return value[rank() :: processes()] if isinstance(value, Tensor) and value.ndim else value
 
-    parts = [pytree.tree_map(mine, (plain(x), target)) for x, target in batches]
+    parts = [pytree.tree_map(mine, (as_dict(x), target)) for x, target in batches]
     held = [part for part in parts if all(t.numel() for t in pytree.tree_leaves(part) if isinstance(t, Tensor))]
     if not held:
         raise HapError(f"process {rank()} of {processes()} has no sample; use more samples or fewer processes")

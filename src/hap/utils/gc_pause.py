@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def left_for_later() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Inside, or in a function that this decorates, reference cycles wait to be collected until it ends.
 
     Graphs are many small objects that stay; looking through them again and again for garbage takes its time.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.execution.calling import call_arguments, call_with, copied, evaluating, run, seeded
+from hap.execution.calling import call_arguments, call_with, copied, eval_mode, run, seeded
 from hap.execution.compare_outputs import difference, in_float64
 from hap.execution.double_backward import differentiable
 from hap.execution.model_outputs import known
@@ -39,7 +39,9 @@ def _real(outputs: Any) -> list[Tensor]:
 # ---- heads --------------------------------------------------------------------------------------------------
 
 
-def untold(model: nn.Module, example: Any, groups: Mapping[str, list[Rows]], steady: bool = True) -> list[str]:
+def indistinguishable_heads(
+    model: nn.Module, example: Any, groups: Mapping[str, list[Rows]], steady: bool = True
+) -> list[str]:
     """Which groups of heads have rows of weights that might be anything: the outputs would be the same.
 
     `groups` holds the rows that compute heads and those that read them. Gradients tell which may say nothing, and other
@@ -71,7 +73,7 @@ def _silent_rows(
     tensors = {n: p.detach().requires_grad_() for n, p in model.named_parameters(remove_duplicate=False) if n in names}
     args, kwargs = copied(call_arguments(example))
     random = torch.Generator().manual_seed(0)
-    with evaluating(model), torch.enable_grad(), differentiable(model):
+    with eval_mode(model), torch.enable_grad(), differentiable(model):
         outputs = [x for x in _real(call_with(model, tensors, args, kwargs)) if x.requires_grad]
         total = sum((x * torch.randn(x.shape, generator=random).to(x)).sum() for x in outputs)
         found = torch.autograd.grad(total, [*tensors.values()], allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
@@ -100,6 +102,6 @@ def _idle(model: nn.Module, example: Any, rows: list[Rows], wanted: list[Any]) -
         drawn = torch.randn(some.shape, generator=random).to(some) * tensor.std()
         changed[weight] = tensor.index_copy(dim, place, drawn)
     args, kwargs = copied(call_arguments(example))
-    with evaluating(model), torch.no_grad(), seeded():
+    with eval_mode(model), torch.no_grad(), seeded():
         seen = pytree.tree_leaves(known(call_with(model, changed, args, kwargs)))
     return difference(wanted, seen, tolerance=SAME) is None

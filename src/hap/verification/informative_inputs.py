@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.execution.calling import run
-from hap.utils.plain_mapping import plain
+from hap.utils.plain_mapping import as_dict
 from hap.verification.indistinguishable_heads import _real
 
 
-def telling_example(model: nn.Module, example: Any) -> Any:
+def informative_example(model: nn.Module, example: Any) -> Any:
     """The example with noise in place of every real tensor that is constant, if the model's outputs are finite then.
 
     The noise is the same at every call, and of the sign of the constant. Tensors without such a stand-in are passed on.
     """
-    leaves, structure = pytree.tree_flatten(plain(example))
+    leaves, structure = pytree.tree_flatten(as_dict(example))
     random = torch.Generator().manual_seed(0)
     for place in [i for i, x in enumerate(leaves) if _constant(x)]:
         noisy = [*leaves]

@@ -13,7 +13,7 @@ SILENT = 0.1
 """Weights that could not even make outputs this many times as large as inputs say too little."""
 
 
-def telling_weights(model: nn.Module, scales: Mapping[str, float] | None = None) -> dict[str, Tensor]:
+def informative_weights(model: nn.Module, scales: Mapping[str, float] | None = None) -> dict[str, Tensor]:
     """Random values, the same at every call, for weights of next to nothing and those that `scales` names.
 
     Such as a classifier that begins with zeros, or the scale of a branch. A scale says how many times as large as its

@@ -20,17 +20,17 @@ from hap.execution.compare_outputs import (
     is_float32,
     largest,
     measured_rounding,
-    outputs,
+    output_tensors,
 )
-from hap.execution.fast_copy import cloned, variant
+from hap.execution.fast_copy import cloned, copy_with
 from hap.execution.masked_execution import Remembering, SkippingZeros, Sparse
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
-from hap.surgery.cut import cut_tensors, follow_, shortened
+from hap.surgery.cut import cut_tensors, shortened, update_modules_
 from hap.utils.module_tree import named_tensors
-from hap.verification.informative_inputs import telling_example
-from hap.verification.informative_weights import telling_weights
+from hap.verification.informative_inputs import informative_example
+from hap.verification.informative_weights import informative_weights
 
 REFUSED = "the pruned model does not do what the plan says, so nothing was changed"
 UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
@@ -65,9 +65,9 @@ def verify_plan(
     With a classifier of zeros any two models agree: such weights get values, alike in both. So do constant inputs.
     """
     model, example = touched(model, example, [cut.name for cut in plan.cuts])
-    example = telling_example(model, example)
-    if changed := telling_weights(model):
-        before, model = named_tensors(model), variant(model, changed)
+    example = informative_example(model, example)
+    if changed := informative_weights(model):
+        before, model = named_tensors(model), copy_with(model, changed)
         other = {name for name, tensor in named_tensors(model).items() if tensor is not before[name]}
         shorter = shorter | cut_tensors(model, plan, other)
     if _may_fuse(model, plan):
@@ -153,7 +153,7 @@ def _compare(
             listen(pruned)
         known = Remembering(dict(pruned.named_parameters())) if wanted is None and skip else None
         with known or nullcontext():
-            seen = outputs(pruned, example, coarse=coarse)
+            seen = output_tensors(pruned, example, coarse=coarse)
     except Misfit:
         raise
     except Exception as error:
@@ -193,13 +193,13 @@ def _check_fused(
     with fused kernels as well: these may, for one, leave out what is padded.
     """
     try:
-        seen = outputs(_pruned(model, plan, implants, shorter), example, watched=False)
+        seen = output_tensors(_pruned(model, plan, implants, shorter), example, watched=False)
     except Exception as error:
         raise HapError(f"{REFUSED}: its forward fails in torch's fused kernels with {in_a_line(error)}") from error
     if difference(wanted, seen, plan.exact, FUSED_TOLERANCE) is None:
         return
     try:
-        wanted = outputs(_masked(model, plan, implants, None, shorter, None)[0], example, watched=False)
+        wanted = output_tensors(_masked(model, plan, implants, None, shorter, None)[0], example, watched=False)
     except Exception as error:
         raise HapError(f"{UNKNOWN} fails in torch's fused kernels with {in_a_line(error)}") from error
     if problem := difference(wanted, seen, plan.exact, FUSED_TOLERANCE):
@@ -209,11 +209,11 @@ def _check_fused(
 def _pruned(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> nn.Module:
     """A forward may write to its tensors: those of the reference, and what the caller's model gets, stay apart."""
     try:
-        pruned = variant(model, {name: cloned(tensor) for name, tensor in shorter.items()})
+        pruned = copy_with(model, {name: cloned(tensor) for name, tensor in shorter.items()})
     except Exception as error:  # copying runs code of whatever the model holds
         line = in_a_line(error)
         raise Misfit(f"{REFUSED}: the model cannot be copied to try it, {line}", UNCOPIED, line) from error
-    follow_(pruned, plan, copy.deepcopy(implants))
+    update_modules_(pruned, plan, copy.deepcopy(implants))
     return pruned
 
 
@@ -250,7 +250,7 @@ def _masked_outputs(
     """What the dense model (or what `base` leaves of it) returns with zeros where the plan cuts."""
     masked, sparse = _masked(model, plan, implants, base, shorter, known)
     with nullcontext() if known is None else SkippingZeros(sparse, known):
-        return outputs(masked, example, coarse=coarse)
+        return output_tensors(masked, example, coarse=coarse)
 
 
 def _masked(
@@ -275,9 +275,9 @@ def _masked(
             sparse[placeholder] = thin
         else:
             changed[name] = _zeroed(tensor, cuts.get(name, {}), masks, 1e-12 if directed else 0.0)
-    masked = variant(model, changed)
+    masked = copy_with(model, changed)
     if base is not None:
-        follow_(masked, base, {})
+        update_modules_(masked, base, {})
     modules, inputs = dict(masked.named_modules()), {name: list(keep) for name, keep in plan.kept_inputs().items()}
     for graft in plan.grafts:
         weight, implant, rows = modules[graft.module].weight, implants[graft.module], list(graft.rows)

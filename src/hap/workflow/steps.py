@@ -14,7 +14,7 @@ from hap.data import Batch, Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.plan import Plan
-from hap.scoring import HessianTrace, Problem, Scores
+from hap.scoring import HessianTrace, Scores, ScoringContext
 from hap.scoring.running_mean import Running
 from hap.utils import distributed
 from hap.workflow.config import PruneStep
@@ -88,7 +88,7 @@ def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: i
     """How Hutchinson's estimate of a few scores settles with the number of probes, beside the exact values."""
     batches = calibration(data, model, images, seed)
     groups = hap.trace(model, example_of(data).to(batches[0][0].device))
-    problem = Problem(model, groups, batches, F.cross_entropy)
+    problem = ScoringContext(model, groups, batches, F.cross_entropy)
     try:
         exact = hap.score(model, groups, batches, F.cross_entropy, HessianTrace(method="exact"))
     except HapError:  # the network is not piecewise linear: there is no exact value to hold the estimate against

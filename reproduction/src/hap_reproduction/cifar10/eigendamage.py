@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.calibration import inputs_of
-from hap.execution.calling import evaluating
+from hap.execution.calling import eval_mode
 from hap.planning.budget import Budget
 from hap.planning.cost import cost
 
@@ -100,7 +100,7 @@ def factors(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor,
     device = next(model.parameters()).device
     sums = {n: (_square(m.in_channels, device), _square(m.out_channels, device)) for n, m in convs.items()}
     count = 0
-    with evaluating(model):
+    with eval_mode(model):
         for batch in inputs_of(batches, device):
             for x in batch.split(CHUNK):
                 _add(model, convs, x, sums)
@@ -199,7 +199,7 @@ class _Price:
         count = cost(model, example)
         self.kind, self.convs = kind, eligible(model)
         self.dense = count.params if kind == "params" else count.macs
-        with torch.no_grad(), evaluating(model), _recording(self.convs) as (inputs, outputs):
+        with torch.no_grad(), eval_mode(model), _recording(self.convs) as (inputs, outputs):
             model(example)
         self.areas = {n: (inputs[n][:, 0].numel(), outputs[n][:, 0].numel()) for n in outputs}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hap.errors import HapError
-from hap.execution.calling import evaluating
+from hap.execution.calling import eval_mode
 from hap.training.graph import WARM_UP_STEPS, Captured, Step, in_turn
 from hap_reproduction.glue.data import Batch, Encoded
 
@@ -210,7 +210,7 @@ def predict(model: nn.Module, data: Encoded, size: int = 256) -> tuple[Tensor, T
     """Predicted and true labels, on the CPU, short texts first."""
     device = data.labels.device
     predicted, labels = [], []
-    with evaluating(model), torch.inference_mode(), precise(device):
+    with eval_mode(model), torch.inference_mode(), precise(device):
         for inputs, target in data.batches(size):
             predicted.append(model(**inputs).logits.argmax(-1))
             labels.append(target)

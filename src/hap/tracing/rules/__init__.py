@@ -9,17 +9,28 @@ from hap.graph.nodes import shape_of
 from hap.tracing.rules import norms, products, recurrent
 from hap.tracing.rules.registry import (
     RULES,
-    along,
     freeze_all,
+    labels_of_axis,
+    labels_on_axis,
     pointwise,
     pooling,
     reduction,
     rule,
-    spread,
     structural,
 )
 
 __all__ = [
-    "RULES", "along", "freeze_all", "norms", "pointwise", "pooling", "products", "recurrent", "reduction", "rule",
-    "shape_of", "spread", "structural",
+    "RULES",
+    "freeze_all",
+    "labels_of_axis",
+    "labels_on_axis",
+    "norms",
+    "pointwise",
+    "pooling",
+    "products",
+    "recurrent",
+    "reduction",
+    "rule",
+    "shape_of",
+    "structural",
 ]  # fmt: skip

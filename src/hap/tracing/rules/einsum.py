@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from hap.graph.nodes import shape_of
-from hap.groups.types import Ints, Product
+from hap.groups.types import ActivationMacs, Ints
 from hap.tracing import weight_views
 from hap.tracing.rules import registry
 from hap.tracing.weight_views import View
@@ -49,10 +49,10 @@ def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, t
         return registry.freeze_all(tracer, node, "an equation that is not understood")
     if passing:
         inputs[passing[0]] = _passed(tracer, x, [axes.index(c) for c in cut if c not in passing])
-        tracer.products.append(Product(inputs[passing[0]], math.prod(steps.values()) // sizes[passing[0]]))
+        tracer.products.append(ActivationMacs(inputs[passing[0]], math.prod(steps.values()) // sizes[passing[0]]))
     else:
         if cut:
-            inputs[cut[0]] = registry.along(tracer, x, axes.index(cut[0]))
+            inputs[cut[0]] = registry.labels_of_axis(tracer, x, axes.index(cut[0]))
         tracer.contraction(node, view, math.prod(size for c, size in steps.items() if c not in term))
     for c in (c for c in term if c in axes):
         weight_views.tie_inputs(tracer, view, term.index(c), inputs[c])
@@ -65,7 +65,7 @@ def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, t
     way = next(iter(passing or made), None)
     if way is None:
         return torch.zeros([1] * len(result), dtype=torch.int64)
-    return registry.spread((inputs | outputs)[way], len(result), result.index(way))
+    return registry.labels_on_axis((inputs | outputs)[way], len(result), result.index(way))
 
 
 def _passed(tracer: Tracer, x: fx.Node, summed: list[int]) -> Ints:

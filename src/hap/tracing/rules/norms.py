@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hap.graph.nodes import shape_of, short_name
 from hap.groups.components import distinct
-from hap.groups.types import Length
-from hap.tracing.rules.registry import along, freeze_all, joined_along, rule, spread, varies
+from hap.groups.types import SizeAttribute
+from hap.tracing.rules.registry import freeze_all, joined_along, labels_of_axis, labels_on_axis, rule, varies
 
 if TYPE_CHECKING:
     from hap.tracing.trace import Tracer
@@ -52,7 +52,7 @@ def group_norm(tracer: Tracer, node: fx.Node) -> Any:
     """Whole groups go, or the same channels of each, whichever is finer; only the former leaves the rest unchanged."""
     x, groups = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(groups, int)
-    by_group = along(tracer, x, 1).reshape(groups, -1)
+    by_group = labels_of_axis(tracer, x, 1).reshape(groups, -1)
     whole = groups >= by_group.shape[1]
     tracer.join(by_group, by_group[:, :1] if whole else by_group[:1])
     if not whole:
@@ -68,7 +68,9 @@ def _follow(tracer: Tracer, node: fx.Node, kind: Any, attributes: dict[str, int]
     """Integers of the node's module that count these labels (over a divisor). A function called with sizes is tried."""
     module = tracer.module(node)
     if isinstance(tracer.modules.get(module), kind):
-        tracer.lengths += [Length(module, name, labels.flatten().numpy(), per) for name, per in attributes.items()]
+        tracer.lengths += [
+            SizeAttribute(module, name, labels.flatten().numpy(), per) for name, per in attributes.items()
+        ]
     elif kind is not _NormBase:
         tracer.sized.append(labels.flatten().numpy())
 
@@ -84,7 +86,7 @@ def prelu(tracer: Tracer, node: fx.Node) -> Any:
 
 def _tie_affine(tracer: Tracer, x: fx.Node, vectors: Any, dim: int) -> Tensor:
     """Vectors that scale or shift axis `dim` of x are cut with it."""
-    labels = along(tracer, x, dim)
+    labels = labels_of_axis(tracer, x, dim)
     for vector in vectors:
         if isinstance(vector, fx.Node):
             name = tracer.parameter(vector)
@@ -92,4 +94,4 @@ def _tie_affine(tracer: Tracer, x: fx.Node, vectors: Any, dim: int) -> Tensor:
                 tracer.freeze(labels, short_name(vector), "normalises with computed values")
             else:
                 tracer.tie(name, 0, labels, "free")
-    return spread(labels, len(shape_of(x)), dim)
+    return labels_on_axis(labels, len(shape_of(x)), dim)

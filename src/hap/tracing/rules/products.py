@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
+from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, shape_of, short_name
 from hap.graph.operator_families import PRODUCTS, UNCHANGED
 from hap.groups.components import distinct
-from hap.groups.types import Ints, Product
+from hap.groups.types import ActivationMacs, Ints
 from hap.tracing import weight_views
 from hap.tracing.rules import registry
 from hap.tracing.rules.einsum import spelled, weighted
@@ -55,7 +56,7 @@ def _contracted(
     """
     grid, _ = registry.merge(tracer, name, sides)
     tracer.products.append(
-        Product(grid.flatten().numpy(), math.prod(s for s, g in zip(whole, grid.shape, strict=True) if g == 1))
+        ActivationMacs(grid.flatten().numpy(), math.prod(s for s, g in zip(whole, grid.shape, strict=True) if g == 1))
     )
     tracer.whole.append((grid.numpy(), [d for d in range(grid.ndim) if d not in batch]))
     outer = grid.ndim - inner
@@ -139,7 +140,7 @@ def _by_letters(tracer: Tracer, node: fx.Node, operands: Sequence[fx.Node], name
     sides: list[tuple[Tensor, Shape]] = []
     whole: dict[str, int] = {}
     for term, x in zip(names, operands, strict=True):
-        labels, sizes = tracer.labels(x), dict(zip(term, registry.extent(x), strict=True))
+        labels, sizes = tracer.labels(x), dict(zip(term, varying_shape(x), strict=True))
         whole |= {c: max(size, whole.get(c, 1)) for c, size in zip(term, shape_of(x), strict=True)}
         order = [letter for letter in [*result, *inner] if letter in sizes]
         labels = labels.permute([term.index(letter) for letter in order])
@@ -167,7 +168,7 @@ def matmul(tracer: Tracer, node: fx.Node) -> Any:
             return weighted(tracer, node, a, f"{batch}XY", weight, f"{batch}YZ", f"{batch}XZ")
     _meet(tracer, node, a, b)
     whole = (*shape_of(node), shape_of(a)[-1])
-    return product(tracer, "matmul", whole, tracer.labels(a), registry.extent(a), tracer.labels(b), registry.extent(b))
+    return product(tracer, "matmul", whole, tracer.labels(a), varying_shape(a), tracer.labels(b), varying_shape(b))
 
 
 @registry.rule("baddbmm")
@@ -177,10 +178,8 @@ def baddbmm(tracer: Tracer, node: fx.Node) -> Any:
     assert isinstance(bias, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
     _meet(tracer, node, a, b)
     whole = (*shape_of(node), shape_of(a)[-1])
-    labels = product(
-        tracer, "baddbmm", whole, tracer.labels(a), registry.extent(a), tracer.labels(b), registry.extent(b)
-    )
-    given = (1,) * (labels.ndim - len(shape_of(bias))) + registry.extent(bias)
+    labels = product(tracer, "baddbmm", whole, tracer.labels(a), varying_shape(a), tracer.labels(b), varying_shape(b))
+    given = (1,) * (labels.ndim - len(shape_of(bias))) + varying_shape(bias)
     sides = [(labels, shape_of(node)), (registry.aligned(tracer.labels(bias), labels.ndim), given)]
     return registry.merge(tracer, "baddbmm", sides)[0]
 
@@ -199,9 +198,9 @@ def addmm(tracer: Tracer, node: fx.Node) -> Any:
 
 def _transposed_linear(tracer: Tracer, node: fx.Node, x: fx.Node, weight: weight_views.View) -> Tensor:
     """x @ W: a linear layer with its weight transposed."""
-    weight_views.tie_inputs(tracer, weight, 0, registry.along(tracer, x, -1))
+    weight_views.tie_inputs(tracer, weight, 0, registry.labels_of_axis(tracer, x, -1))
     tracer.contraction(node, weight, math.prod(shape_of(x)[:-1]))
-    return registry.spread(weight_views.outputs(tracer, weight, 1), node.meta["val"].ndim, -1)
+    return registry.labels_on_axis(weight_views.outputs(tracer, weight, 1), node.meta["val"].ndim, -1)
 
 
 @registry.rule("_assert_tensor_metadata")
@@ -225,7 +224,7 @@ def attention(tracer: Tracer, node: fx.Node) -> Any:
                 labels[x] = labels[x].repeat_interleave(repeat, -3)
             shapes[x] = (*shapes[x][:-3], shapes[q][-3], *shapes[x][-2:])
     else:
-        shapes = {x: registry.extent(x) for x in (q, k, v)}
+        shapes = {x: varying_shape(x) for x in (q, k, v)}
     turned = (*shapes[k][:-2], shapes[k][-1], shapes[k][-2])
     scaled = given.get("scale") is None
     whole = (*batch, keys, inner)
@@ -233,7 +232,7 @@ def attention(tracer: Tracer, node: fx.Node) -> Any:
     shape: Shape = (*batch, keys)
     if isinstance(mask := given.get("attn_mask"), fx.Node):
         bias = registry.aligned(tracer.labels(mask), len(shape))
-        full = (1,) * (len(shape) - len(shape_of(mask))) + registry.extent(mask)
+        full = (1,) * (len(shape) - len(shape_of(mask))) + varying_shape(mask)
         scores, _ = registry.merge(tracer, "attention", [(scores, shape), (bias, full)])
     if scores.shape[-1] > 1:
         tracer.freeze(scores, "attention", "normalises over an axis that would be cut")
@@ -308,7 +307,7 @@ def _looked_up(tracer: Tracer, node: fx.Node, source: fx.Node, dim: int) -> Any:
     name = tracer.parameter(source)
     long = [d for d, size in enumerate(shape) if size > 1 and d != dim]
     if name is not None and len(long) == 1:
-        labels = registry.spread(tracer.axis(name, long[0]), len(shape), long[0])
+        labels = registry.labels_on_axis(tracer.axis(name, long[0]), len(shape), long[0])
     else:
         labels = tracer.labels(source)
     if labels.shape[dim] > 1:

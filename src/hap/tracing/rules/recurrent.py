@@ -53,8 +53,8 @@ def recurrent(tracer: Tracer, node: fx.Node) -> Any:
         return registry.freeze_all(tracer, node, registry.COMPUTED)
     states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
     _start(tracer, node, states, units)
-    last = registry.spread(units, 3, -1)
-    return [registry.spread(np.tile(units, sides), 3, -1), *(last for _ in states)]
+    last = registry.labels_on_axis(units, 3, -1)
+    return [registry.labels_on_axis(np.tile(units, sides), 3, -1), *(last for _ in states)]
 
 
 @registry.rule(*(name for name in RECURRENT if name.endswith("_cell")))
@@ -68,7 +68,7 @@ def cell(tracer: Tracer, node: fx.Node) -> Any:
         return registry.freeze_all(tracer, node, registry.COMPUTED)
     states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
     _start(tracer, node, states, units)
-    labels = registry.spread(units, 2, -1)
+    labels = registry.labels_on_axis(units, 2, -1)
     return [labels for _ in states] if isinstance(node.meta["val"], list | tuple) else labels
 
 
@@ -99,7 +99,7 @@ def _features(tracer: Tracer, node: fx.Node, x: fx.Node) -> Ints:
     if labels.numel() > 1 and labels.shape[-1] == 1:
         tracer.freeze(labels, short_name(node), ACROSS)
         return np.zeros(shape_of(x)[-1], dtype=np.int64)
-    return registry.along(tracer, x, -1)
+    return registry.labels_of_axis(tracer, x, -1)
 
 
 # ---- initial states -----------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _start(tracer: Tracer, node: fx.Node, states: list[fx.Node], units: Ints) ->
         zeros = _zeros(state)
         if zeros is not None and not registry.varies(tracer.values[zeros]):
             if shape_of(zeros)[-1] == len(units):
-                tracer.values[zeros] = registry.spread(units, len(shape_of(zeros)), -1)
+                tracer.values[zeros] = registry.labels_on_axis(units, len(shape_of(zeros)), -1)
             if tracer.module(zeros) != tracer.module(node):  # a forward that makes them has their size from somewhere
                 tracer.sized.append(units)
                 tracer.shaped.append((tracer.module(zeros), tracer.values[zeros], None))

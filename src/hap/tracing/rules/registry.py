@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from hap.graph.broadcast_axes import extent
+from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, is_pointwise, schema_name, shape_of, short_name
 from hap.graph.operator_families import (
     AVERAGES,
@@ -38,7 +38,7 @@ from hap.graph.operator_families import (
     TRANSPOSED,
 )
 from hap.groups.components import distinct
-from hap.groups.types import Ints, Product, Site
+from hap.groups.types import ActivationMacs, ConvGeometry, Ints
 from hap.planning.mac_counter import Counter
 from hap.tracing import weight_views
 
@@ -127,7 +127,7 @@ def compress(labels: Tensor) -> Tensor:
     return labels
 
 
-def along(tracer: Tracer, node: fx.Node, dim: int) -> Ints:
+def labels_of_axis(tracer: Tracer, node: fx.Node, dim: int) -> Ints:
     """One label per index of axis `dim`. Labels that vary along other axes too are joined, index by index."""
     labels, size = tracer.labels(node), shape_of(node)[dim]
     if not labels.numel():
@@ -138,7 +138,7 @@ def along(tracer: Tracer, node: fx.Node, dim: int) -> Ints:
     return np.broadcast_to(rows[:, 0], size).copy()
 
 
-def spread(labels: Ints, ndim: int, dim: int) -> Tensor:
+def labels_on_axis(labels: Ints, ndim: int, dim: int) -> Tensor:
     """One label per index of axis `dim` of a tensor with `ndim` axes."""
     return torch.from_numpy(labels).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
 
@@ -196,7 +196,7 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
     operands = [a for a in tensors if a not in matrices]
     if not operands:
         return freeze_all(tracer, node, "parameters combined with each other")
-    sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + extent(a)) for a in operands]
+    sides = [(aligned(tracer.labels(a), ndim), (1,) * (ndim - len(shape_of(a))) + varying_shape(a)) for a in operands]
     result, _ = merge(tracer, short_name(node), sides)
     if sum(varies(labels) for labels, _ in sides) > 1 and _adds_branches(tracer, node):
         tracer.summed.append(distinct(result))
@@ -264,7 +264,7 @@ def structural(tracer: Tracer, node: fx.Node) -> Any:
     if not any(varies(x) for x in _inputs(tracer, node)):
         return _plain(node.meta["val"])
     if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
-        channels = along(tracer, node.args[0], 1)  # type: ignore[arg-type]
+        channels = labels_of_axis(tracer, node.args[0], 1)  # type: ignore[arg-type]
         tracer.shaped.append((tracer.module(node), torch.from_numpy(channels).view(int(node.args[1]), -1), None))  # type: ignore[arg-type]
     try:
         row = side_by_side(tracer, node)
@@ -298,7 +298,7 @@ def side_by_side(tracer: Tracer, node: fx.Node) -> Tensor | None:
     cut = [x for x in labels.values() if varies(x)]
     if len({x.shape for x in cut}) != 1 or cut[0].numel() == 1 or cut[0].shape[given["dim"]] > 1:
         return None
-    others = [extent(a) for a, x in labels.items() if not varies(x)]
+    others = [varying_shape(a) for a, x in labels.items() if not varies(x)]
     if any(len(e) != cut[0].ndim or _has_say(cut[0], e) for e in others):
         return None
     for x in cut[1:]:
@@ -516,10 +516,10 @@ def linear(tracer: Tracer, node: fx.Node) -> Any:
     labels, out = tracer.labels(x), weight_views.outputs(tracer, weight, 0)
     if labels.numel() > 1 and labels.shape[-1] == 1:
         return _across(tracer, node, x, weight, labels, rest)
-    weight_views.tie_inputs(tracer, weight, 1, along(tracer, x, -1))
+    weight_views.tie_inputs(tracer, weight, 1, labels_of_axis(tracer, x, -1))
     tie_bias(tracer, rest, out)
     tracer.contraction(node, weight, math.prod(shape_of(x)[:-1]))
-    return spread(out, node.meta["val"].ndim, -1)
+    return labels_on_axis(out, node.meta["val"].ndim, -1)
 
 
 def _across(
@@ -531,7 +531,7 @@ def _across(
     tracer.freeze(outputs, tracer.module(node) or weight.name, "works along an axis that is not cut")
     tie_bias(tracer, rest, outputs)
     others = math.prod(shape_of(x)[:-1]) // labels.numel()
-    tracer.products.append(Product(labels.flatten().numpy(), others * math.prod(len(i) for i in weight.index)))
+    tracer.products.append(ActivationMacs(labels.flatten().numpy(), others * math.prod(len(i) for i in weight.index)))
     return labels
 
 
@@ -546,7 +546,7 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     spatial = len(shape) - 2
     if len(shape_of(x)) == len(shape) and tracer.labels(x).shape[0] > 1:
         return _sample_by_sample(tracer, node, x, view, given["bias"])
-    inputs, outputs = along(tracer, x, -spatial - 1), weight_views.outputs(tracer, view, 0)
+    inputs, outputs = labels_of_axis(tracer, x, -spatial - 1), weight_views.outputs(tracer, view, 0)
     _tie_groups(tracer, inputs, outputs, groups, view)
     if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
         tracer.sized += [inputs, outputs]
@@ -560,8 +560,8 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     if plain and own and module is not None and isinstance(tracer.modules[module], nn.Conv2d):
         stride, padding, dilation = (_pair(given[key]) for key in ("stride", "padding", "dilation"))
         sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
-        tracer.sites[weight] = Site(module, weight, *sizes, batch)
-    return spread(outputs, node.meta["val"].ndim, -spatial - 1)
+        tracer.sites[weight] = ConvGeometry(module, weight, *sizes, batch)
+    return labels_on_axis(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
 def _sample_by_sample(tracer: Tracer, node: fx.Node, x: fx.Node, view: weight_views.View, bias: Any) -> Tensor:
@@ -572,7 +572,7 @@ def _sample_by_sample(tracer: Tracer, node: fx.Node, x: fx.Node, view: weight_vi
     tracer.freeze(outputs, tracer.module(node) or view.name, "works on heads as on samples")
     tie_bias(tracer, [bias], outputs)
     each = math.prod(view.shape) * math.prod(shape_of(node)[2:])
-    tracer.products.append(Product(labels.flatten().numpy(), each * len(x.meta["val"]) // labels.numel()))
+    tracer.products.append(ActivationMacs(labels.flatten().numpy(), each * len(x.meta["val"]) // labels.numel()))
     return labels
 
 
@@ -585,7 +585,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         return freeze_all(tracer, node, COMPUTED)
     weight, shape, groups = view.name, tracer.shapes[view.name], given["groups"]
     spatial = len(shape) - 2
-    inputs = along(tracer, x, -spatial - 1)
+    inputs = labels_of_axis(tracer, x, -spatial - 1)
     if groups == 1:
         outputs = tracer.axis(weight, 1, "out")
         tracer.tie(weight, 0, inputs, "in")
@@ -597,7 +597,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
             tracer.sized += [inputs, outputs]
     tie_bias(tracer, [given["bias"]], outputs)
     tracer.contraction(node, view, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))
-    return spread(outputs, node.meta["val"].ndim, -spatial - 1)
+    return labels_on_axis(outputs, node.meta["val"].ndim, -spatial - 1)
 
 
 def _tie_groups(tracer: Tracer, inputs: Ints, outputs: Ints, groups: int, view: weight_views.View) -> None:
@@ -617,7 +617,7 @@ def tie_bias(tracer: Tracer, rest: list[Any], labels: Ints) -> None:
     if rest and isinstance(rest[0], fx.Node):
         name = tracer.parameter(rest[0])
         if name is None:
-            tracer.join(along(tracer, rest[0], 0), labels)
+            tracer.join(labels_of_axis(tracer, rest[0], 0), labels)
         else:
             tracer.tie(name, 0, labels, "free")
 
