@@ -81,8 +81,12 @@ def train_dense(data: Data, path: Path, epochs: int) -> Path:
     model = fresh("resnet56", data.classes, 0).to(data.train.images.device)
     recipe = replace(recipes.get("best-pretrain"), epochs=epochs, eval_every=epochs)
     train_many([model], data, [recipe], progress=False)
-    about = {"trained_on": len(data.train), "held": len(data.test), "recipe": recipe.to_dict(),
-             "accuracy": evaluate(model.eval(), data).accuracy}  # fmt: skip
+    about = {
+        "trained_on": len(data.train),
+        "held": len(data.test),
+        "recipe": recipe.to_dict(),
+        "accuracy": evaluate(model.eval(), data).accuracy,
+    }
     return save(path, model, about=about)
 
 
@@ -99,17 +103,33 @@ def compare(choices: list[Choice], dense: Path, data: Data, images: int, compile
         plans.append(plan)
         made.append(dense_form(model, plan, teacher))
     histories = train_stacked(
-        [whole for whole, _ in made], data, [recipe for _, recipe in choices], teachers=[teacher] * len(choices),
-        masks=[masks for _, masks in made], progress=False, stack=len(choices), compiled=compiled,
-    )  # fmt: skip
+        [whole for whole, _ in made],
+        data,
+        [recipe for _, recipe in choices],
+        teachers=[teacher] * len(choices),
+        masks=[masks for _, masks in made],
+        progress=False,
+        stack=len(choices),
+        compiled=compiled,
+    )
     rows = []
     for (step, recipe), plan, (whole, _), history in zip(choices, plans, made, histories, strict=True):
         model = pruned_form(whole, plan, example)
         seen, cost = evaluate(model, data), hap.cost(model, example)
-        rows.append({"name": step.name, "accuracy": seen.accuracy, "loss": seen.loss, "params": cost.params,
-                     "macs": cost.macs, "implants": sum(map(len, plan.implanted.values())), "prune": asdict(step),
-                     "recipe": recipe.to_dict(), "training_loss": history.loss,
-                     "seconds": sum(history.seconds)})  # fmt: skip
+        rows.append(
+            {
+                "name": step.name,
+                "accuracy": seen.accuracy,
+                "loss": seen.loss,
+                "params": cost.params,
+                "macs": cost.macs,
+                "implants": sum(map(len, plan.implanted.values())),
+                "prune": asdict(step),
+                "recipe": recipe.to_dict(),
+                "training_loss": history.loss,
+                "seconds": sum(history.seconds),
+            }
+        )
     return rows
 
 
@@ -135,9 +155,15 @@ def main() -> None:
         raise HapError(f"{dense} was trained on other images than the {len(data.train)} that are not held here")
     rows = compare(choices, dense, data, args.images, args.compile)
     found = {
-        "kind": "hap-best-choices", "format": 2, "of": args.of, "dense": about, "scored_on": args.images,
-        "trained_on": len(data.train), "judged_by": len(data.test), "rows": rows,
-    }  # fmt: skip
+        "kind": "hap-best-choices",
+        "format": 2,
+        "of": args.of,
+        "dense": about,
+        "scored_on": args.images,
+        "trained_on": len(data.train),
+        "judged_by": len(data.test),
+        "rows": rows,
+    }
     write_json(args.out, found | provenance(args.revision))
     for row in rows:
         print(f"{row['name']:32} {row['accuracy']:.4f} {row['loss']:.4f} {row['params']:8,} params")

@@ -60,10 +60,13 @@ def measure(name: str) -> dict[str, Any]:
         if not any(f"{o}.".startswith(f"{layer}.") or f"{layer}.".startswith(f"{o}.") for o in owners)
     ]
     record = {
-        "family": name, "layers": len(layers), "found": len(layers) - len(missed), "missed": missed,
+        "family": name,
+        "layers": len(layers),
+        "found": len(layers) - len(missed),
+        "missed": missed,
         "heads": sum(len(groups[n]) for n in names),
         "stand_ins": sum(not groups.padded.isdisjoint(groups[n].classes.tolist()) for n in names),
-    }  # fmt: skip
+    }
     if names:
         heads = hap.only(groups, names)
         gaps, effects = [], []
@@ -74,9 +77,13 @@ def measure(name: str) -> dict[str, Any]:
             gaps.append(gap(run(pruned, example), masked(model, heads, plan, example)))
             effects.append(gap(run(pruned, example), run(model, example)))
         record |= {
-            "kept": sum(map(len, plan.kept.values())), "exact": plan.exact, "masks": plan.masks, "plans": PLANS,
-            "gap": max(gaps), "effect": min(effects),
-        }  # fmt: skip
+            "kept": sum(map(len, plan.kept.values())),
+            "exact": plan.exact,
+            "masks": plan.masks,
+            "plans": PLANS,
+            "gap": max(gaps),
+            "effect": min(effects),
+        }
     return record
 
 

@@ -20,7 +20,7 @@ from hap.utils.atomic_files import read_record, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import fresh
 from hap.workflow.provenance import provenance
-from hap_reproduction.cifar10.campaign import Folders, Job
+from hap_reproduction.cifar10.job import Folders, Job
 from hap_reproduction.cifar10.jobs import jobs
 
 FOLDERS = Folders(Path("results/cifar10"), Path("zoo"), Path("runs/cifar10"))
@@ -42,8 +42,14 @@ def count(job: Job) -> dict[str, Any]:
         zero.append((implant.conv.weight == 0).flatten(1).all(1))  # type: ignore[operator, union-attr]
         negative.append(bias[list(graft.rows)] < 0)
     still, below = torch.cat(zero), torch.cat(negative)
-    return {"network": job.name, "init": job.prune.implant_init, "implants": len(still), "zero": int(still.sum()),
-            "negative_bias": int(below.sum()), "zero_and_negative_bias": int((still & below).sum())}  # fmt: skip
+    return {
+        "network": job.name,
+        "init": job.prune.implant_init,
+        "implants": len(still),
+        "zero": int(still.sum()),
+        "negative_bias": int(below.sum()),
+        "zero_and_negative_bias": int((still & below).sum()),
+    }
 
 
 def known() -> dict[str, dict[str, Any]]:

@@ -48,12 +48,18 @@ def described(names: list[str], found: list[Latency], plans: list[hap.Plan]) -> 
     dense = found[0]
     rows = [{"network": "dense", "median_ms": dense.median, "spread_ms": dense.spread, "times_ms": dense.times}]
     for name, latency, plan in zip(names, found[1:], plans, strict=True):
-        rows.append({
-            "network": name, "flops_left": plan.after.macs / plan.before.macs,
-            "activations_left": plan.after.activations / plan.before.activations, "speed": dense.ratio_to(latency),
-            "time_left": latency.ratio_to(dense), "median_ms": latency.median, "spread_ms": latency.spread,
-            "times_ms": latency.times,
-        })  # fmt: skip
+        rows.append(
+            {
+                "network": name,
+                "flops_left": plan.after.macs / plan.before.macs,
+                "activations_left": plan.after.activations / plan.before.activations,
+                "speed": dense.ratio_to(latency),
+                "time_left": latency.ratio_to(dense),
+                "median_ms": latency.median,
+                "spread_ms": latency.spread,
+                "times_ms": latency.times,
+            }
+        )
     return rows
 
 
@@ -85,13 +91,21 @@ def main() -> None:
     groups = hap.trace(model, example[:1])
     scores = hap.score(model, groups, None, None, options.criterion)
     result: dict[str, Any] = {
-        "model": options.model, "criterion": options.criterion, "coupling": "joint", "backend": backend, "batch": batch,
-        "flops": options.flops, "rounds": options.rounds, "runs": [],
-    } | provenance(options.revision)  # fmt: skip
+        "model": options.model,
+        "criterion": options.criterion,
+        "coupling": "joint",
+        "backend": backend,
+        "batch": batch,
+        "flops": options.flops,
+        "rounds": options.rounds,
+        "runs": [],
+    } | provenance(options.revision)
     ways = [(n, a) for n in options.multiples for a in (None, *options.activations)]
     budgets = [hap.Budget(flops=options.flops, activations=a) for _, a in ways]
-    plans = [hap.plan(groups, scores, b, limits=hap.Limits(round_to=n), per_cost=b.activations is not None)
-             for (n, _), b in zip(ways, budgets, strict=True)]  # fmt: skip
+    plans = [
+        hap.plan(groups, scores, b, limits=hap.Limits(round_to=n), per_cost=b.activations is not None)
+        for (n, _), b in zip(ways, budgets, strict=True)
+    ]
     names = [f"multiples of {n}" + (f", {a:g} of the activations" if a else "") for n, a in ways]
     models = [model, *(pruned(model, plan, device) for plan in plans)]
     for threads in options.threads if device == "cpu" else options.threads[:1]:
@@ -100,18 +114,41 @@ def main() -> None:
         show(f"{options.model}, {backend}, batch {batch}, {threads} threads on {device}", rows)
         result["runs"].append({"threads": threads, "rows": rows})
         write_json(options.out, result)
-    timed = hap.plan_for_latency(model, groups, scores, example, hap.Budget(latency=options.latency), backend=backend,
-                                 threads=options.threads[0], per_cost=True,
-                                 limits=hap.Limits(round_to=options.round_to))  # fmt: skip
-    again = hap.compare_latency([model, pruned(model, timed.plan, device)], example, options.rounds, 5,
-                                backend=backend, threads=options.threads[0])  # fmt: skip
+    timed = hap.plan_for_latency(
+        model,
+        groups,
+        scores,
+        example,
+        hap.Budget(latency=options.latency),
+        backend=backend,
+        threads=options.threads[0],
+        per_cost=True,
+        limits=hap.Limits(round_to=options.round_to),
+    )
+    again = hap.compare_latency(
+        [model, pruned(model, timed.plan, device)],
+        example,
+        options.rounds,
+        5,
+        backend=backend,
+        threads=options.threads[0],
+    )
     rows = described([f"multiples of {timed.round_to}"], again, [timed.plan])
-    show(f"planned for {options.latency} of the time: {timed.ratio:.4f} while planning, "
-         f"{rows[1]['time_left']:.4f} timed anew", rows)  # fmt: skip
+    show(
+        f"planned for {options.latency} of the time: {timed.ratio:.4f} while planning, "
+        f"{rows[1]['time_left']:.4f} timed anew",
+        rows,
+    )
     trials = [{"flops": t.flops, "round_to": t.round_to, "ratio": t.ratio} for t in timed.trials]
-    result["budget"] = {"latency": options.latency, "planned_ratio": timed.ratio, "ratio_anew": rows[1]["time_left"],
-                        "off_by": rows[1]["time_left"] / options.latency - 1, "threads": timed.threads,
-                        "trials": trials, "rows": rows}  # fmt: skip
+    result["budget"] = {
+        "latency": options.latency,
+        "planned_ratio": timed.ratio,
+        "ratio_anew": rows[1]["time_left"],
+        "off_by": rows[1]["time_left"] / options.latency - 1,
+        "threads": timed.threads,
+        "trials": trials,
+        "rows": rows,
+    }
     write_json(options.out, result)
 
 

@@ -64,11 +64,17 @@ def measure(model: nn.Module, tokens: Any, data: Path) -> list[dict[str, Any]]:
         flops = removed.after.macs / removed.before.macs
         plans = [removed, *(hap.plan(heads, scores, hap.Budget(flops=flops), implant) for implant in IMPLANTS)]
         for implant, plan in zip([None, *IMPLANTS], plans, strict=True):
-            rows.append({
-                "heads": share, "implant": implant and implant.to_dict(), "cosine": nearness(plan),
-                "macs_left": plan.after.macs / plan.before.macs, "params_left": plan.after.params / plan.before.params,
-                "kept": sum(map(len, plan.kept.values())), "narrowed": sum(map(len, plan.implanted.values())),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "heads": share,
+                    "implant": implant and implant.to_dict(),
+                    "cosine": nearness(plan),
+                    "macs_left": plan.after.macs / plan.before.macs,
+                    "params_left": plan.after.params / plan.before.params,
+                    "kept": sum(map(len, plan.kept.values())),
+                    "narrowed": sum(map(len, plan.implanted.values())),
+                }
+            )
             print(rows[-1])
     return rows
 

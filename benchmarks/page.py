@@ -54,18 +54,34 @@ def scores(name: str, record: Record) -> str:
     lines = [
         line("exact", median(record["exact_seconds"]), record["exact_peak_bytes"]),
         line("the public procedure, 300 probes", public, None),
-        *(line(f"300 probes, {how}", record[f"hutchinson_chunk_{key}_seconds_300"],
-               record[f"hutchinson_chunk_{key}_peak_bytes"])
-          for key, how in (("1", "one at a time"), ("found", "as many at a time as fit"))),
-        *(line(f"300 products of the whole Hessian by {peer}", 300 * record[f"{peer.lower()}_seconds_per_probe"],
-               record[f"{peer.lower()}_peak_bytes"])
-          for peer in ("curvlinops", "PyHessian") if f"{peer.lower()}_seconds_per_probe" in record),
-    ]  # fmt: skip
+        *(
+            line(
+                f"300 probes, {how}",
+                record[f"hutchinson_chunk_{key}_seconds_300"],
+                record[f"hutchinson_chunk_{key}_peak_bytes"],
+            )
+            for key, how in (("1", "one at a time"), ("found", "as many at a time as fit"))
+        ),
+        *(
+            line(
+                f"300 products of the whole Hessian by {peer}",
+                300 * record[f"{peer.lower()}_seconds_per_probe"],
+                record[f"{peer.lower()}_peak_bytes"],
+            )
+            for peer in ("curvlinops", "PyHessian")
+            if f"{peer.lower()}_seconds_per_probe" in record
+        ),
+    ]
     runs = [
-        [str(r["products"]), str(r["deflate"]), f"{r['spearman_to_exact']:.4f}",
-         f"{r['spearman_that_its_noise_explains']:.4f}", f"{r['seconds']:.1f}"]
+        [
+            str(r["products"]),
+            str(r["deflate"]),
+            f"{r['spearman_to_exact']:.4f}",
+            f"{r['spearman_that_its_noise_explains']:.4f}",
+            f"{r['seconds']:.1f}",
+        ]
         for r in record["long_runs"]
-    ]  # fmt: skip
+    ]
     return f"""## Scores
 
 `python benchmarks/scores.py OUT.json --data data/cifar10` on {record["model"]}, {record["images"]} images. The public
@@ -84,8 +100,12 @@ the estimate's own standard errors explain:
 
 def growth(name: str, record: Record) -> str:
     curves = []
-    for key, unit in (("images", "images, ResNet20"), ("depth", "layers, 256 images"), ("classes", "classes, ResNet20"),
-                      ("channels", "channels, six convolutions")):  # fmt: skip
+    for key, unit in (
+        ("images", "images, ResNet20"),
+        ("depth", "layers, 256 images"),
+        ("classes", "classes, ResNet20"),
+        ("channels", "channels, six convolutions"),
+    ):
         points = record[f"growth_{key}"]
         curves.append([unit, ", ".join(f"{p['size']}: {1000 * p['seconds']:.0f}" for p in points)])
     memory = record["sampled_peak_bytes"] / record["sampled_training_step_peak_bytes"]

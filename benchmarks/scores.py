@@ -106,8 +106,14 @@ class Subject:
         return step
 
 
-def subject(name: str, device: str, images: int, classes: int | None = None, data: str | None = None,
-            checkpoint: str | None = None) -> Subject:  # fmt: skip
+def subject(
+    name: str,
+    device: str,
+    images: int,
+    classes: int | None = None,
+    data: str | None = None,
+    checkpoint: str | None = None,
+) -> Subject:
     """A network on its data, or without data on noise, its running statistics then those of the noise."""
     torch.manual_seed(0)
     model = hap.models.build(name) if classes is None else hap.models.build(name, classes)
@@ -169,11 +175,16 @@ def long_run(bench: Bench, main: Subject, options: argparse.Namespace) -> None:
         how = {"probes": products - 2 * deflate, "deflate": deflate, "seed": 1}
         scores, (taken,), peak = bench.timed(lambda how=how: main.score(method="hutchinson", **how), warm=False)
         noise = flat(scores.errors) * torch.randn(len(flat(wanted)), generator=generator, dtype=torch.float64)
-        runs.append({
-            "products": products, "deflate": deflate, "seconds": taken, "peak_bytes": peak,
-            "spearman_to_exact": rank_correlation(wanted, scores),
-            "spearman_that_its_noise_explains": rank_correlation(wanted, {"": flat(wanted) + noise}),
-        })  # fmt: skip
+        runs.append(
+            {
+                "products": products,
+                "deflate": deflate,
+                "seconds": taken,
+                "peak_bytes": peak,
+                "spearman_to_exact": rank_correlation(wanted, scores),
+                "spearman_that_its_noise_explains": rank_correlation(wanted, {"": flat(wanted) + noise}),
+            }
+        )
         bench.note(long_runs=runs)
 
 
@@ -245,8 +256,13 @@ def many_classes(bench: Bench, main: Subject, options: argparse.Namespace) -> No
     name, images = ("resnet20", 4) if options.small else ("resnet50", 256)
     chosen = subject(name, bench.device, images, 1000)
     scores, times, peak = bench.timed(lambda: chosen.score(method="sampled"), 3)
-    bench.note(sampled_model=name, sampled_images=images, sampled_seconds=times, sampled_peak_bytes=peak,
-               sampled_draws=scores.about["draws"])  # fmt: skip
+    bench.note(
+        sampled_model=name,
+        sampled_images=images,
+        sampled_seconds=times,
+        sampled_peak_bytes=peak,
+        sampled_draws=scores.about["draws"],
+    )
     _, _, step_peak = bench.timed(chosen.training_step())
     bench.note(sampled_training_step_peak_bytes=step_peak)
     draws = 32 if options.small else 64
@@ -277,8 +293,12 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options.out, options.device)
     chosen = subject(options.model, options.device, options.images, None, options.data, options.checkpoint)
-    bench.result = {"model": options.model, "images": options.images, "data": options.data or "noise",
-                    "units": chosen.groups.units} | provenance(options.revision)  # fmt: skip
+    bench.result = {
+        "model": options.model,
+        "images": options.images,
+        "data": options.data or "noise",
+        "units": chosen.groups.units,
+    } | provenance(options.revision)
     for name in options.parts:
         begun = time.perf_counter()
         PARTS[name](bench, chosen, options)

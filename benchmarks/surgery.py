@@ -107,8 +107,12 @@ def main() -> None:
     for name in options.peer:
         taken = rounds(name, {"hap": hap_steps, "torch-pruning": peer_step}, options.repeats)
         everything = ratio(taken, "torch-pruning", *main_steps, "score", "check")
-        note(name, taken, times_faster_than_torch_pruning=ratio(taken, "torch-pruning", *main_steps),
-             times_faster_with_score_and_check=everything)  # fmt: skip
+        note(
+            name,
+            taken,
+            times_faster_than_torch_pruning=ratio(taken, "torch-pruning", *main_steps),
+            times_faster_with_score_and_check=everything,
+        )
     for name in options.large:
         taken = rounds(name, {"hap": hap_steps, "torch.export": export_step}, options.repeats)
         note(name, taken, times_torch_export=1 / ratio(taken, "torch.export", *main_steps))
@@ -116,8 +120,13 @@ def main() -> None:
         taken = rounds(name, {"hap": hap_steps, "torch.export": export_step}, options.repeats)
         seconds = statistics.median(sum(t[s] for s in main_steps) for t in taken["hap"])
         layers = sum(isinstance(m, nn.Conv2d) for m in torchvision.models.get_model(name).modules())
-        note(name, taken, convolutions=layers, milliseconds_per_convolution=1e3 * seconds / layers,
-             times_torch_export=1 / ratio(taken, "torch.export", *main_steps))  # fmt: skip
+        note(
+            name,
+            taken,
+            convolutions=layers,
+            milliseconds_per_convolution=1e3 * seconds / layers,
+            times_torch_export=1 / ratio(taken, "torch.export", *main_steps),
+        )
 
 
 if __name__ == "__main__":

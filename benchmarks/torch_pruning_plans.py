@@ -45,15 +45,23 @@ def gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return dict(zip(dict(model.named_parameters()), found, strict=True))
 
 
-def cut(dense: nn.Module, example: Tensor, slope: dict[str, Tensor], criterion: str,
-        ratio: float) -> tuple[nn.Module, Removed]:  # fmt: skip
+def cut(
+    dense: nn.Module, example: Tensor, slope: dict[str, Tensor], criterion: str, ratio: float
+) -> tuple[nn.Module, Removed]:
     """A copy pruned by Torch-Pruning over all layers at once, and the output channels that each convolution lost."""
     model = copy.deepcopy(dense).eval()
     names = {module: name for name, module in model.named_modules()}
     for name, parameter in model.named_parameters():
         parameter.grad = slope[name].clone()
-    pruner = tp.pruner.BasePruner(model, example, importance=CRITERIA[criterion](), global_pruning=True,
-                                  pruning_ratio=ratio, max_pruning_ratio=0.95, ignored_layers=[model.fc])  # fmt: skip
+    pruner = tp.pruner.BasePruner(
+        model,
+        example,
+        importance=CRITERIA[criterion](),
+        global_pruning=True,
+        pruning_ratio=ratio,
+        max_pruning_ratio=0.95,
+        ignored_layers=[model.fc],
+    )
     removed: Removed = {}
     for group in pruner.step(interactive=True):
         for dependency, channels in group:
@@ -68,8 +76,9 @@ def cut(dense: nn.Module, example: Tensor, slope: dict[str, Tensor], criterion: 
     return model.eval(), removed
 
 
-def search(dense: nn.Module, example: Tensor, slope: dict[str, Tensor], criterion: str,
-           flops: float) -> tuple[nn.Module, Removed]:  # fmt: skip
+def search(
+    dense: nn.Module, example: Tensor, slope: dict[str, Tensor], criterion: str, flops: float
+) -> tuple[nn.Module, Removed]:
     """The smallest ratio of channels, to one in four thousand, that leaves no more than this share of the FLOPs."""
     before = hap.cost(dense, example).macs
     low, high = 0.0, 0.95
@@ -132,9 +141,19 @@ def main() -> None:
             before, after = plan.before, plan.after
             left = {"params_left": after.params / before.params, "macs_left": after.macs / before.macs}
             library = f"torch-pruning {version('torch-pruning')}"
-            record = {"kind": "hap-borrowed-plan", "format": 1, "name": f"{label}-{percent}", "dense": name,
-                      "library": library, "criterion": criterion, "coupling": "joint", "images": len(images),
-                      "largest_difference": difference, **left, "removed": units}  # fmt: skip
+            record = {
+                "kind": "hap-borrowed-plan",
+                "format": 1,
+                "name": f"{label}-{percent}",
+                "dense": name,
+                "library": library,
+                "criterion": criterion,
+                "coupling": "joint",
+                "images": len(images),
+                "largest_difference": difference,
+                **left,
+                "removed": units,
+            }
             write_json(chosen.out / f"{label}-{percent}.json", record | provenance(chosen.revision))
             print(f"{label}-{percent}: {left}, logits differ by {difference:.1e}")
 

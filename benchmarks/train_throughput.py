@@ -103,23 +103,35 @@ class Networks:
         return [(one.model, one.masks) for one in small]
 
 
-def row(networks: Networks, form: str, count: int, batch: int, data: Data, scale: Scale, bf16: bool,
-        compiled: bool = False) -> dict[str, Any]:  # fmt: skip
+def row(
+    networks: Networks, form: str, count: int, batch: int, data: Data, scale: Scale, bf16: bool, compiled: bool = False
+) -> dict[str, Any]:
     """Images a second of `count` networks together over all epochs but the first."""
     begun = time.perf_counter()
     made = networks.make(form, count)
     recipe = Recipe(scale.epochs, batch, lr=0.02, precision="bf16" if bf16 else "fp32", eval_every=scale.epochs)
     recipes = [replace(recipe, seed=seed) for seed in range(count)]
     part = first(data, scale.steps * batch)
-    histories = train_stacked([m for m, _ in made], part, recipes, masks=[k for _, k in made], progress=False,
-                           stack=STACK if form in STACKED else 1, compiled=compiled)  # fmt: skip
+    histories = train_stacked(
+        [m for m, _ in made],
+        part,
+        recipes,
+        masks=[k for _, k in made],
+        progress=False,
+        stack=STACK if form in STACKED else 1,
+        compiled=compiled,
+    )
     seconds = histories[0].seconds
     found = {
-        "form": form, "networks": count, "batch": batch, "compiled": compiled,
+        "form": form,
+        "networks": count,
+        "batch": batch,
+        "compiled": compiled,
         "images_per_second": count * batch * scale.steps * (scale.epochs - 1) / sum(seconds[1:]),
         "startup_seconds": seconds[0] - statistics.mean(seconds[1:]),
-        "steps": scale.steps * (scale.epochs - 1), "wall_seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+        "steps": scale.steps * (scale.epochs - 1),
+        "wall_seconds": time.perf_counter() - begun,
+    }
     if compiled:
         found["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return found
@@ -233,9 +245,13 @@ def main() -> None:
     data = (hap.data.load(given.data) if given.data else random_data(images)).to(device)
     networks = Networks(scale, given.left, device)
     record: dict[str, Any] = {
-        "model": scale.model, "macs_left": [p.after.macs / p.before.macs for p in networks.plans], "data": data.name,
-        "precision": "bf16" if bf16 else "fp32", "preparing_seconds": time.perf_counter() - begun, "rows": [],
-    } | provenance(given.revision)  # fmt: skip
+        "model": scale.model,
+        "macs_left": [p.after.macs / p.before.macs for p in networks.plans],
+        "data": data.name,
+        "precision": "bf16" if bf16 else "fp32",
+        "preparing_seconds": time.perf_counter() - begun,
+        "rows": [],
+    } | provenance(given.revision)
     parts = [compiled_forms(networks, data, scale, bf16)] if given.compile else []
     parts += [loops(data, scale, bf16)] if given.loops else []
     parts += [forms(networks, data, scale, bf16, given.seconds)]

@@ -23,7 +23,8 @@ from hap.utils.atomic_files import digest, held, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import fresh
 from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting
-from hap_reproduction.cifar10.campaign import Folders, Job, Manner, estimate, pending, prepare, select, status, work_off
+from hap_reproduction.cifar10.campaign import Manner, prepare, work_off
+from hap_reproduction.cifar10.job import Folders, Job, estimate, pending, select, status
 from hap_reproduction.cifar10.jobs import headline_networks, load_data
 from hap_reproduction.cifar10.jobs import jobs as cifar10_jobs
 from hap_reproduction.cifar10.sensitivity import Look

@@ -24,8 +24,9 @@ import hap
 from hap.cli import app
 from hap.groups.transformer_blocks import units_of
 from hap_reproduction.glue import head_costs, head_latency
-from hap_reproduction.glue.campaign import ORDER, Folders, criterion_of, jobs, signal_of, status
+from hap_reproduction.glue.campaign import signal_of
 from hap_reproduction.glue.data import HELD_OUT, TASKS, Encoded, Texts, encode, metrics_of, read, read_tsv
+from hap_reproduction.glue.job import ORDER, Folders, criterion_of, jobs, status
 from hap_reproduction.glue.page import NAMES, render
 from hap_reproduction.glue.tuning import FilledScalars, Tuning, _Run, predict, tune
 from huggingface import library, small

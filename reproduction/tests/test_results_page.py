@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import hap
 from hap.cli import app
 from hap.utils.atomic_files import write_json
-from hap_reproduction.cifar10.campaign import Folders, Job
+from hap_reproduction.cifar10.job import Folders, Job
 from hap_reproduction.cifar10.jobs import jobs as cifar10_jobs
 from hap_reproduction.pages.charts import STYLES
 from hap_reproduction.pages.results import write_results

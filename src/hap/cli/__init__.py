@@ -11,9 +11,17 @@ from hap.utils import distributed
 __all__ = ["app", "main"]
 
 for command, name in (
-    (demo, "demo"), (train, "train"), (score, "score"), (prune, "prune"), (finetune, "finetune"), (run, "run"),
-    (evaluate, "eval"), (export, "export"), (info, "info"), (report, "report"),
-):  # fmt: skip
+    (demo, "demo"),
+    (train, "train"),
+    (score, "score"),
+    (prune, "prune"),
+    (finetune, "finetune"),
+    (run, "run"),
+    (evaluate, "eval"),
+    (export, "export"),
+    (info, "info"),
+    (report, "report"),
+):
     app.command(name, no_args_is_help=name in ("train", "run"))(command)
 add_commands(app)
 

@@ -95,8 +95,19 @@ def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
 
 def _show(results: list[Result]) -> None:
     rows = summarise(results)
-    shown = [[r.name, _accuracy(r), f"{r.params:,}", f"{r.params_left:.1%}", f"{r.macs:,}", f"{r.macs_left:.1%}",
-              f"{r.latency:.2f} ms", f"{r.speed:.2f}x"] for r in rows]  # fmt: skip
+    shown = [
+        [
+            r.name,
+            _accuracy(r),
+            f"{r.params:,}",
+            f"{r.params_left:.1%}",
+            f"{r.macs:,}",
+            f"{r.macs_left:.1%}",
+            f"{r.latency:.2f} ms",
+            f"{r.speed:.2f}x",
+        ]
+        for r in rows
+    ]
     head = ["method", "accuracy", "params", "left", "FLOPs", "left", "latency", "speed"]
     first = results[0]
     out().print(table(head, shown, title=f"{first.config['model']} on {first.config['data']}"))

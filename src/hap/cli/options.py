@@ -46,6 +46,25 @@ Probes = Annotated[
     int | None, typer.Option(min=2, help="Estimate the Hessian's trace with so many probes, instead of exactly.")
 ]
 
+Params = Annotated[float | None, typer.Option(help="Share of the parameters that is LEFT.")]
+Flops = Annotated[float | None, typer.Option(help="Share of the multiply-adds that is LEFT.")]
+Channels = Annotated[float | None, typer.Option(help="Share of the channels that is LEFT.")]
+Activations = Annotated[float | None, typer.Option(help="Share of what layers write that is LEFT.")]
+Latency = Annotated[float | None, typer.Option(help="Share of the measured time that is LEFT.")]
+TimedBatch = Annotated[int, typer.Option(min=1, help="Images of a timed call, with --latency.")]
+ImplantShare = Annotated[float, typer.Option(help="Share of the removed k x k channels to replace by implants.")]
+ImplantKind = Annotated[str, typer.Option(help="Pointwise (the paper's), LowRank, DepthwiseSeparable, SpatialLowRank.")]
+ImplantInit = Annotated[str | None, typer.Option(help="Start values: lstsq, center or zero.")]
+ScoresFile = Annotated[
+    Path | None, typer.Option(help="Scores of this checkpoint that hap score wrote, instead of scoring again.")
+]
+PerLayer = Annotated[float, typer.Option(help="At most this share of a layer goes.")]
+RoundTo = Annotated[int, typer.Option(help="Layers keep a multiple of this many units.")]
+Leave = Annotated[list[str] | None, typer.Option(help="Layers not to touch: a name or a pattern. Repeatable.")]
+PerCost = Annotated[bool, typer.Option("--per-cost", help="Rank by sensitivity per cost saved.")]
+Compensate = Annotated[bool, typer.Option("--compensate", help="Repair what reads the removed units by least squares.")]
+OutCheckpoint = Annotated[Path, typer.Option(help="The checkpoint to write (.safetensors).")]
+OutScores = Annotated[Path | None, typer.Option(help="A JSON file for the scores, which hap prune can read.")]
 Backend = Annotated[str, typer.Option(help=f"What is timed: {', '.join(BACKENDS)} (exported, BatchNorms folded).")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads while timing. Default: torch's number.")]
 
@@ -58,8 +77,15 @@ def opened(path: Path, model: str | None, device: str | None) -> tuple[nn.Module
     return network.to(pick_device(device)), checkpoint, spec
 
 
-def data_for(path: Path, network: nn.Module, checkpoint: Checkpoint, spec: str, data: str | None, root: Path | None,
-             size: int | None) -> Data:  # fmt: skip
+def data_for(
+    path: Path,
+    network: nn.Module,
+    checkpoint: Checkpoint,
+    spec: str,
+    data: str | None,
+    root: Path | None,
+    size: int | None,
+) -> Data:
     """The data asked for, or the checkpoint's, on the network's device."""
     if size is None and isinstance(shape := checkpoint.about.get("input"), list) and shape:
         size = shape[-1]

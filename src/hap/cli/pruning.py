@@ -4,43 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from torch import nn
+from torch import Tensor, nn
 
 import hap
 from hap.cli.options import (
+    Activations,
     Backend,
     Calibration,
+    Channels,
+    Compensate,
     Coupling,
     Criterion,
     DataRoot,
     DataSpec,
     Device,
+    Flops,
     ImageSize,
+    ImplantInit,
+    ImplantKind,
+    ImplantShare,
+    Latency,
+    Leave,
     Model,
+    OutCheckpoint,
+    OutScores,
+    Params,
+    PerCost,
+    PerLayer,
     Probes,
+    RoundTo,
     Saved,
+    ScoresFile,
     Seed,
     Stream,
     Threads,
+    TimedBatch,
     check_not_input,
     check_out,
     check_saved_name,
     data_for,
     opened,
-)
+)  # fmt: skip
 from hap.cli.screen import error_line, percent, plan_table, say, share, table, working, wrote
 from hap.cli.screen import out as screen
 from hap.data import Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.planning.cost import Count
+from hap.io.checkpoint import Checkpoint
+from hap.planning.budget import Budget
 from hap.planning.plan import Plan
-from hap.pruning.plan_for_latency import TimedPlan
 from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
@@ -60,7 +77,7 @@ def score(
     coupling: Coupling = "joint",
     stream: Stream = False,
     probes: Probes = None,
-    out: Annotated[Path | None, typer.Option(help="A JSON file for the scores, which hap prune can read.")] = None,
+    out: OutScores = None,
     calibration: Calibration = 512,
     model: Model = None,
     data_root: DataRoot = None,
@@ -87,12 +104,17 @@ def score(
     screen().print(_score_table(scores, criterion))
     if out is not None:
         record = {
-            "kind": KIND, "format": 1, "checkpoint": digest(checkpoint), "coupling": coupling, "stream": stream,
+            "kind": KIND,
+            "format": 1,
+            "checkpoint": digest(checkpoint),
+            "coupling": coupling,
+            "stream": stream,
             "data": found.name,
-            "criterion": step.make_criterion(seed).to_dict(), "about": scores.about,
+            "criterion": step.make_criterion(seed).to_dict(),
+            "about": scores.about,
             "scores": {n: v.tolist() for n, v in scores.items()},
             "errors": {n: v.tolist() for n, v in scores.errors.items()},
-        }  # fmt: skip
+        }
         write_json(out, record)
         wrote(out)
 
@@ -110,37 +132,29 @@ def _score_table(scores: Scores, criterion: str) -> Any:
 
 def prune(
     checkpoint: Saved,
-    out: Annotated[Path, typer.Option(help="The checkpoint to write (.safetensors).")],
+    out: OutCheckpoint,
     data: DataSpec = None,
-    params: Annotated[float | None, typer.Option(help="Share of the parameters that is LEFT.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Share of the multiply-adds that is LEFT.")] = None,
-    channels: Annotated[float | None, typer.Option(help="Share of the channels that is LEFT.")] = None,
-    activations: Annotated[float | None, typer.Option(help="Share of what layers write that is LEFT.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Share of the measured time that is LEFT.")] = None,
+    params: Params = None,
+    flops: Flops = None,
+    channels: Channels = None,
+    activations: Activations = None,
+    latency: Latency = None,
     backend: Backend = "eager",
     threads: Threads = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images of a timed call, with --latency.")] = 1,
-    implant: Annotated[float, typer.Option(help="Share of the removed k x k channels to replace by implants.")] = 0.0,
-    implant_kind: Annotated[
-        str, typer.Option(help="Pointwise (the paper's), LowRank, DepthwiseSeparable, SpatialLowRank.")
-    ] = "Pointwise",
-    implant_init: Annotated[str | None, typer.Option(help="Start values: lstsq, center or zero.")] = None,
+    batch: TimedBatch = 1,
+    implant: ImplantShare = 0.0,
+    implant_kind: ImplantKind = "Pointwise",
+    implant_init: ImplantInit = None,
     criterion: Criterion = "hessian",
     coupling: Coupling = "joint",
     stream: Stream = False,
     probes: Probes = None,
-    scores: Annotated[
-        Path | None, typer.Option(help="Scores of this checkpoint that hap score wrote, instead of scoring again.")
-    ] = None,
-    per_layer: Annotated[float, typer.Option(help="At most this share of a layer goes.")] = 0.95,
-    round_to: Annotated[int, typer.Option(help="Layers keep a multiple of this many units.")] = 1,
-    leave: Annotated[
-        list[str] | None, typer.Option(help="Layers not to touch: a name or a pattern. Repeatable.")
-    ] = None,
-    per_cost: Annotated[bool, typer.Option("--per-cost", help="Rank by sensitivity per cost saved.")] = False,
-    compensate: Annotated[
-        bool, typer.Option("--compensate", help="Repair what reads the removed units by least squares.")
-    ] = False,
+    scores: ScoresFile = None,
+    per_layer: PerLayer = 0.95,
+    round_to: RoundTo = 1,
+    leave: Leave = None,
+    per_cost: PerCost = False,
+    compensate: Compensate = False,
     calibration: Calibration = 512,
     model: Model = None,
     data_root: DataRoot = None,
@@ -159,52 +173,124 @@ def prune(
       hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
           --threads 1 --device cpu --out runs/fast.safetensors
     """
-    if latency is not None and distributed.processes() > 1:
+    options = {**locals(), "leave": leave or ()}  # the options of this command, by name
+    timed = _TimeBudget(latency, backend, threads, batch) if latency is not None else None
+    if timed and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency, activations)
-    left = 1.0 if latency is not None else channels  # a step has a budget of its own; that of time is met here
-    step = PruneStep("prune", criterion, params, flops, left, implant, implant_kind, implant_init, coupling, probes,
-                     per_layer, round_to, tuple(leave or ()), per_cost, compensate, activations)  # fmt: skip
+    options["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
+    step = PruneStep("prune", **{field: options[field] for field in _fields_of_steps()})
     check_saved_name(out, checkpoint, scores)
     network, saved, spec = opened(checkpoint, model, device)
-    if saved.plan is not None:
-        raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
+    _check_dense(checkpoint, saved)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
-    _warn(fewer(found, calibration))
-    before, cost_before = hap.evaluate(network, found), _cost(network, found)
-    with working("pruning") as tell:
-        groups, values = _scores(network, found, step, scores, checkpoint, calibration, seed, tell, stream)
-        if latency is None:
-            timing, plan = {}, prune_step(network, found, step, groups, values, calibration, seed, tell)
-        else:
-            tell("pruning copies and timing them")
-            images = example_of(found, batch).to(next(iter(network.parameters())).device)
-
-            def timed() -> str:
-                made = hap.plan_for_latency(network, groups, values, images, budget, step.make_implant(), step.limits(),
-                                            per_cost=per_cost, backend=backend, threads=threads)  # fmt: skip
-                return json.dumps({"plan": made.plan.to_dict(), "timing": _timing(made, latency, batch)})
-
-            answer = json.loads(distributed.from_first(timed))  # each process would measure something else
-            plan, timing = Plan.from_dict(answer["plan"]), answer["timing"]
-            carry_out(network, found, step, plan, calibration, seed, tell)
-    after, cost_after = hap.evaluate(network, found), _cost(network, found)
-    _show(plan, (before.accuracy, after.accuracy), (cost_before, cost_after))
-    if timing:
-        say("Time left: {ratio:.1%} of the dense network's, measured with {backend}, {threads} threads, {batch} images "
-            "a call, on {device}; widths are multiples of {round_to}.".format(**timing))  # fmt: skip
-    dense = {"accuracy": before.accuracy, "params": cost_before.params, "macs": cost_before.macs}
-    metrics = {"accuracy": after.accuracy, "loss": after.loss, "params": cost_after.params, "macs": cost_after.macs}
+    work = _Work(network, found, step, calibration, seed, stream)
+    plan, metrics, timing = work.prune(scores, checkpoint, budget, timed)
     settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
-    described = {**about(spec, found), "prune": settings, "pruned_from": checkpoint.name}
-    hap.save(out, network, plan, metrics={**metrics, "dense": dense}, about=described)
+    described = about(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
+    hap.save(out, network, plan, metrics=metrics, about=described)
     wrote(out)
 
 
-def _timing(timed: TimedPlan, latency: float, batch: int) -> dict[str, Any]:
-    """What was timed, how, and what came out: for the checkpoint and for the screen."""
-    how = {"backend": timed.backend, "threads": timed.threads, "device": timed.device, "batch": batch}
-    return {"latency": latency, "ratio": timed.ratio, "round_to": timed.round_to, **how}
+def _check_dense(path: Path, checkpoint: Checkpoint) -> None:
+    if checkpoint.plan is not None:
+        raise HapError(f"{path} is pruned already; prune the dense checkpoint again with a smaller budget")
+
+
+def _fields_of_steps() -> list[str]:
+    """The settings of a step of pruning that are options of the command line."""
+    return [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
+
+
+@dataclass(frozen=True)
+class _TimeBudget:
+    """The share of the time that is left, and how time is measured."""
+
+    latency: float
+    backend: str
+    threads: int | None
+    batch: int
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A network to prune, with its data and all settings of the command that concern it."""
+
+    network: nn.Module
+    data: Data
+    step: PruneStep
+    calibration: int
+    seed: int
+    stream: bool
+
+    def example(self, count: int = 1) -> Tensor:
+        return example_of(self.data, count).to(next(iter(self.network.parameters())).device)
+
+    def measured(self) -> dict[str, Any]:
+        found, cost = hap.evaluate(self.network, self.data), hap.cost(self.network, self.example())
+        return {"accuracy": found.accuracy, "loss": found.loss, "params": cost.params, "macs": cost.macs}
+
+    def prune(
+        self, scores: Path | None, checkpoint: Path, budget: Budget, timed: _TimeBudget | None
+    ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
+        """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
+        _warn(fewer(self.data, self.calibration))
+        before, timing = self.measured(), dict[str, Any]()
+        del before["loss"]
+        with working("pruning") as tell:
+            groups, values = self.scores(scores, checkpoint, tell)
+            if timed is not None:
+                plan, timing = self.prune_to_time(groups, values, budget, timed, tell)
+            else:
+                how = self.network, self.data, self.step, groups, values, self.calibration, self.seed, tell
+                plan = prune_step(*how)
+        after = self.measured()
+        _show(plan, before, after, timing)
+        return plan, {**after, "dense": before}, timing
+
+    def prune_to_time(
+        self, groups: Groups, values: Scores, budget: Budget, timed: _TimeBudget, tell: Any
+    ) -> tuple[Plan, dict[str, Any]]:
+        """Prune to a share of the dense network's time. Returns the plan, and what was timed and how."""
+        tell("pruning copies and timing them")
+        images, step = self.example(timed.batch), self.step
+
+        def answer() -> str:
+            made = hap.plan_for_latency(
+                self.network, groups, values, images, budget, step.make_implant(), step.limits(),
+                per_cost=step.per_cost, backend=timed.backend, threads=timed.threads,
+            )  # fmt: skip
+            timing = {"latency": timed.latency, "ratio": made.ratio, "round_to": made.round_to, "backend": made.backend,
+                      "threads": made.threads, "device": made.device, "batch": timed.batch}  # fmt: skip
+            return json.dumps({"plan": made.plan.to_dict(), "timing": timing})
+
+        found = json.loads(distributed.from_first(answer))  # each process would measure something else
+        plan = Plan.from_dict(found["plan"])
+        carry_out(self.network, self.data, step, plan, self.calibration, self.seed, tell)
+        return plan, found["timing"]
+
+    def scores(self, path: Path | None, checkpoint: Path, tell: Any) -> tuple[Groups, Scores]:
+        """Trace and score, or read the scores that `hap score` wrote for this checkpoint."""
+        step = self.step
+        if path is None:
+            return score_step(self.network, self.data, step, self.calibration, self.seed, tell, stream=self.stream)
+        if not path.is_file():
+            raise HapError(f"there is no file {path}")
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("kind") != KIND:
+            raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
+        if found["checkpoint"] != digest(checkpoint):
+            raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
+        if found["coupling"] != step.coupling:
+            raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
+        if (scored := found.get("stream", False)) != self.stream:
+            raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
+        if found["criterion"]["name"] != step.make_criterion().to_dict()["name"]:
+            raise HapError(
+                f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again"
+            )
+        groups = hap.trace(self.network, self.example(), step.coupling, stream=self.stream)
+        return groups, Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
 
 
 def _warn(text: str | None) -> None:
@@ -212,40 +298,18 @@ def _warn(text: str | None) -> None:
         error_line(f"note: {text}")
 
 
-def _cost(network: nn.Module, data: Data) -> Count:
-    return hap.cost(network, example_of(data).to(next(iter(network.parameters())).device))
-
-
-def _scores(network: nn.Module, data: Data, step: PruneStep, path: Path | None, checkpoint: Path, count: int, seed: int,
-            tell: Any, stream: bool) -> tuple[Groups, Scores]:  # fmt: skip
-    if path is None:
-        return score_step(network, data, step, count, seed, tell, stream=stream)
-    if not path.is_file():
-        raise HapError(f"there is no file {path}")
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
-    if found["checkpoint"] != digest(checkpoint):
-        raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
-    if found["coupling"] != step.coupling:
-        raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
-    if (scored := found.get("stream", False)) != stream:
-        raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
-    if found["criterion"]["name"] != step.make_criterion().to_dict()["name"]:
-        raise HapError(f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again")
-    example = example_of(data).to(next(iter(network.parameters())).device)
-    groups = hap.trace(network, example, step.coupling, stream=stream)
-    return groups, Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
-
-
-def _show(plan: Plan, accuracy: tuple[float, float], count: tuple[Count, Count]) -> None:
+def _show(plan: Plan, before: dict[str, Any], after: dict[str, Any], timing: dict[str, Any]) -> None:
     screen().print(plan_table(plan))
-    rows = [
-        ["accuracy", *map(percent, accuracy), f"{100 * (accuracy[1] - accuracy[0]):+.2f}"],
-        ["params", *(f"{c.params:,}" for c in count), share(count[1].params, count[0].params)],
-        ["FLOPs", *(f"{c.macs:,}" for c in count), share(count[1].macs, count[0].macs)],
-    ]
+    accuracy = before["accuracy"], after["accuracy"]
+    rows = [["accuracy", *map(percent, accuracy), f"{100 * (accuracy[1] - accuracy[0]):+.2f}"]]
+    for label, key in (("params", "params"), ("FLOPs", "macs")):
+        rows.append([label, f"{before[key]:,}", f"{after[key]:,}", share(after[key], before[key])])
     screen().print(table(["", "dense", "pruned", "left"], rows))
     say("FLOPs are multiply-adds of one image. Accuracy is before fine-tuning; hap finetune brings it back.")
     if plan.untouched:
         say(f"{plan.untouched}.")
+    if timing:
+        say(
+            "Time left: {ratio:.1%} of the dense network's, measured with {backend}, {threads} threads, {batch} images "
+            "a call, on {device}; widths are multiples of {round_to}.".format(**timing)
+        )

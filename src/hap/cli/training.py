@@ -128,8 +128,9 @@ def finetune(
     _train_and_save(network, found, chosen, path, described, saved.plans, guide, log)
 
 
-def _chosen(name: str | None, default: str, seed: int, epochs: int | None, lr: float | None,
-            batch: int | None) -> Recipe:  # fmt: skip
+def _chosen(
+    name: str | None, default: str, seed: int, epochs: int | None, lr: float | None, batch: int | None
+) -> Recipe:
     given = {"epochs": epochs, "lr": lr, "batch": batch}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     return recipes.get(name or default, seed=seed, **changes)
@@ -166,8 +167,16 @@ def _make_way(path: Path, recipe: Recipe, described: dict[str, Any], anew: bool)
         )
 
 
-def _train_and_save(network: nn.Module, data: Data, recipe: Recipe, path: Path, described: dict[str, Any],
-                    plans: Sequence[Plan], teacher: nn.Module | None, log: Path | None) -> None:  # fmt: skip
+def _train_and_save(
+    network: nn.Module,
+    data: Data,
+    recipe: Recipe,
+    path: Path,
+    described: dict[str, Any],
+    plans: Sequence[Plan],
+    teacher: nn.Module | None,
+    log: Path | None,
+) -> None:
     state = _state(path)
     if state.exists():
         say(f"going on from {state}")
@@ -176,12 +185,17 @@ def _train_and_save(network: nn.Module, data: Data, recipe: Recipe, path: Path, 
         found = hap.evaluate(network, data)
         count = hap.cost(network, example_of(data).to(next(iter(network.parameters())).device))
         metrics = {
-            "accuracy": found.accuracy, "loss": found.loss, "params": count.params, "macs": count.macs,
+            "accuracy": found.accuracy,
+            "loss": found.loss,
+            "params": count.params,
+            "macs": count.macs,
             "seconds": sum(history.seconds),
-        }  # fmt: skip
+        }
         hap.save(path, network, plans, recipe=recipe, metrics=metrics, about=described)
         if distributed.is_first():
             state.unlink(missing_ok=True)
-    say(f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
-        f"in {sum(history.seconds):.0f} s")  # fmt: skip
+    say(
+        f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
+        f"in {sum(history.seconds):.0f} s"
+    )
     wrote(path)

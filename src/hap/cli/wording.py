@@ -6,9 +6,21 @@ import re
 from collections.abc import Callable
 
 ARGUMENTS = (
-    "params", "flops", "channels", "activations", "per_layer", "round_to", "leave", "probes", "coupling", "criterion",
-    "implant", "calibration", "latency", "threads",
-)  # fmt: skip
+    "params",
+    "flops",
+    "channels",
+    "activations",
+    "per_layer",
+    "round_to",
+    "leave",
+    "probes",
+    "coupling",
+    "criterion",
+    "implant",
+    "calibration",
+    "latency",
+    "threads",
+)
 FIELDS = ("epochs", "lr", "batch", "distill", "seed")
 
 

@@ -65,8 +65,15 @@ def _against_params(axis: Any, rows: Sequence[Row]) -> None:
     colour = colours(rows)
     for row in rows:
         x, y = 100 * row.params_left, 100 * row.accuracy
-        axis.plot([x] * len(row.accuracies), [100 * a for a in row.accuracies], "o", color=colour[row.name], ms=6,
-                  alpha=0.45, mec="none")  # fmt: skip
+        axis.plot(
+            [x] * len(row.accuracies),
+            [100 * a for a in row.accuracies],
+            "o",
+            color=colour[row.name],
+            ms=6,
+            alpha=0.45,
+            mec="none",
+        )
         axis.plot([x], [y], "o", color=colour[row.name], ms=9, mec="none", label=row.name, zorder=4)
     axis.set_xlabel("parameters left, %")
     axis.set_ylabel("test accuracy, %")
@@ -78,8 +85,11 @@ def _costs(axis: Any, rows: Sequence[Row]) -> None:
     """Parameters, multiply-adds and latency left, in per cent of the dense network's."""
     pruned = [row for row in rows if not row.dense]
     colour = colours(rows)
-    kinds = [("parameters", [r.params_left for r in pruned]), ("FLOPs", [r.macs_left for r in pruned]),
-             ("latency", [1 / r.speed for r in pruned])]  # fmt: skip
+    kinds = [
+        ("parameters", [r.params_left for r in pruned]),
+        ("FLOPs", [r.macs_left for r in pruned]),
+        ("latency", [1 / r.speed for r in pruned]),
+    ]
     height = 0.8 / max(len(pruned), 1)
     for i, (_, values) in enumerate(kinds):
         for j, (row, value) in enumerate(zip(pruned, values, strict=True)):
@@ -193,8 +203,14 @@ def _curve(axis: Any, results: Sequence[Result], what: str, scale: float, colour
         points = [(i, scale * v) for i, v in enumerate(result.curve[what], 1) if v is not None]
         label = None if result.name in named else result.name
         named.add(result.name)
-        axis.plot(*zip(*points, strict=True), color=colour[result.name], lw=1.5, alpha=0.85, label=label,
-                  marker="o" if len(points) == 1 else None)  # fmt: skip
+        axis.plot(
+            *zip(*points, strict=True),
+            color=colour[result.name],
+            lw=1.5,
+            alpha=0.85,
+            label=label,
+            marker="o" if len(points) == 1 else None,
+        )
     axis.set_xlabel("epoch")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelcolor=MUTED)

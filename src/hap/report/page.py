@@ -56,14 +56,23 @@ def _render(results: list[Result], rows: list[Row], figures: dict[str, Any]) -> 
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("hap", "report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("hap", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     first = results[0]
     return environment.get_template("page.html").render(
-        rows=rows, results=results, first=first, figures=figures, facts=_facts(first), settings=_settings(results),
-        seeds=max(len(row.accuracies) for row in rows), palette=_palette(rows),
-    )  # fmt: skip
+        rows=rows,
+        results=results,
+        first=first,
+        figures=figures,
+        facts=_facts(first),
+        settings=_settings(results),
+        seeds=max(len(row.accuracies) for row in rows),
+        palette=_palette(rows),
+    )
 
 
 def _palette(rows: list[Row]) -> dict[str, str]:

@@ -23,20 +23,48 @@ INK, MUTED, GRID, PAPER = "#1b2330", "#667085", "#dfe3ea", "#ffffff"
 DENSE, ACCENT, IMPLANT, OTHER, LOST = "#475467", "#1668dc", "#d97706", "#0f8a6d", "#b9c0cc"
 SERIES = (ACCENT, IMPLANT, OTHER, "#8b5cf6", "#d6336c", "#0891b2")
 VARIABLES = {
-    INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", DENSE: "dense", LOST: "lost",
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    PAPER: "paper",
+    DENSE: "dense",
+    LOST: "lost",
     **{colour: f"series-{i}" for i, colour in enumerate(SERIES)},
-}  # fmt: skip
+}
 """Colours of the charts by their names in the page's style sheet."""
 
 SETTINGS: dict[str, Any] = {
-    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5, "svg.fonttype": "none",
-    "text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "axes.edgecolor": GRID,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.titlepad": 8, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID,
-    "grid.linewidth": 0.7, "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "legend.frameon": False, "legend.fontsize": 9, "figure.facecolor": PAPER, "axes.facecolor": PAPER,
-    "lines.linewidth": 1.8, "lines.solid_capstyle": "round", "svg.hashsalt": "hap",
-}  # fmt: skip
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "svg.hashsalt": "hap",
+}
 
 
 @contextmanager

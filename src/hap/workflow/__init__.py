@@ -6,6 +6,16 @@ from hap.workflow.results import Measured, Result, read_results, write_result
 from hap.workflow.run import forget, run
 
 __all__ = [
-    "DenseStep", "Experiment", "FinetuneStep", "Measured", "PruneStep", "Result", "demo_experiment", "forget",
-    "read_config", "read_results", "run", "write_result",
-]  # fmt: skip
+    "DenseStep",
+    "Experiment",
+    "FinetuneStep",
+    "Measured",
+    "PruneStep",
+    "Result",
+    "demo_experiment",
+    "forget",
+    "read_config",
+    "read_results",
+    "run",
+    "write_result",
+]

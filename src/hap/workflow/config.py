@@ -180,9 +180,15 @@ def from_values(values: Mapping[str, Any]) -> Experiment:
     dense = _with_changes("[dense]", top["dense"], DenseStep)
     if "recipe" not in top["finetune"]:
         raise HapError("'recipe' is missing in [finetune]")
-    return Experiment(**{**top, "dense": dense, "finetune": _with_changes("[finetune]", top["finetune"], FinetuneStep),
-                         "prune": tuple(_prune(i, table) for i, table in enumerate(top["prune"], 1)),
-                         "seeds": tuple(top.get("seeds", (0,)))})  # fmt: skip
+    return Experiment(
+        **{
+            **top,
+            "dense": dense,
+            "finetune": _with_changes("[finetune]", top["finetune"], FinetuneStep),
+            "prune": tuple(_prune(i, table) for i, table in enumerate(top["prune"], 1)),
+            "seeds": tuple(top.get("seeds", (0,))),
+        }
+    )
 
 
 def _prune(number: int, table: Any) -> PruneStep:
@@ -203,8 +209,9 @@ def _with_changes(where: str, table: Mapping[str, Any], kind: type[Any]) -> Any:
     own = {k: v for k, v in _types(kind).items() if k != "changes"}
     fields = {f.name: f.type for f in dataclasses.fields(Recipe) if f.name in RECIPE_FIELDS}
     known = _checked(where, table, own | {n: str(t) for n, t in fields.items()})
-    return kind(**{k: v for k, v in known.items() if k in own},
-                changes={k: v for k, v in known.items() if k not in own})  # fmt: skip
+    return kind(
+        **{k: v for k, v in known.items() if k in own}, changes={k: v for k, v in known.items() if k not in own}
+    )
 
 
 def _types(kind: type[Any]) -> dict[str, str]:

@@ -42,8 +42,11 @@ def _revision() -> str:
             raise FileNotFoundError
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=folder, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return run.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         from hap import __version__

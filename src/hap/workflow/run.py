@@ -161,8 +161,9 @@ class _Runner:
         hap.save(path, model, plan, metrics=metrics, about=self._about(config))
         return model, plan, accuracy
 
-    def _finetuned(self, dense: nn.Module, first: Result, model: nn.Module, plan: Plan, one_shot: float,
-                   step: PruneStep, seed: int) -> Result:  # fmt: skip
+    def _finetuned(
+        self, dense: nn.Module, first: Result, model: nn.Module, plan: Plan, one_shot: float, step: PruneStep, seed: int
+    ) -> Result:
         config = self._config(step, seed)
         record, path = self._paths(step, seed)
         many = f", seed {seed}" if len(self.experiment.seeds) > 1 else ""
@@ -194,8 +195,12 @@ class _Runner:
     def _config(self, step: PruneStep | None = None, seed: int | None = None) -> dict[str, Any]:
         """All settings that a step's result depends on, earlier steps' included."""
         e = self.experiment
-        config: dict[str, Any] = {"model": e.model, "data": self.data.name, "dense": dataclasses.asdict(e.dense),
-                                  "dense_seed": e.seeds[0]}  # fmt: skip
+        config: dict[str, Any] = {
+            "model": e.model,
+            "data": self.data.name,
+            "dense": dataclasses.asdict(e.dense),
+            "dense_seed": e.seeds[0],
+        }
         if e.dense.checkpoint is not None:
             config["dense"]["digest"] = digest(e.dense.checkpoint)
         if step is not None:
@@ -223,8 +228,9 @@ class _Runner:
             return None
         return Result.from_dict(values)
 
-    def _train(self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, name: str,
-               config: dict[str, Any]) -> History:  # fmt: skip
+    def _train(
+        self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, name: str, config: dict[str, Any]
+    ) -> History:
         path = self._training_file(name, config)
         return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path, progress=self.console.progress)
 
@@ -234,16 +240,44 @@ class _Runner:
     def _about(self, config: dict[str, Any]) -> dict[str, Any]:
         return {**about(self.experiment.model, self.data), "settings": config}
 
-    def _save(self, path: Path, model: nn.Module, plan: Plan | None, recipe: Recipe | None, side: Measured,
-              config: dict[str, Any]) -> None:  # fmt: skip
+    def _save(
+        self,
+        path: Path,
+        model: nn.Module,
+        plan: Plan | None,
+        recipe: Recipe | None,
+        side: Measured,
+        config: dict[str, Any],
+    ) -> None:
         metrics = {"accuracy": side.accuracy, "params": side.params, "macs": side.macs}
         hap.save(path, model, plan, recipe=recipe, metrics=metrics, about=self._about(config))
 
-    def _result(self, name: str, seed: int, config: dict[str, Any], dense: Measured, pruned: Measured | None,
-                one_shot: float | None, history: History, step: PruneStep | None = None) -> Result:  # fmt: skip
+    def _result(
+        self,
+        name: str,
+        seed: int,
+        config: dict[str, Any],
+        dense: Measured,
+        pruned: Measured | None,
+        one_shot: float | None,
+        history: History,
+        step: PruneStep | None = None,
+    ) -> Result:
         budget = step.budget().given if step else None
-        return Result(name, seed, config, step.criterion if step else None, budget, dense, pruned, one_shot,
-                      len(self.data.test), history.to_dict(), sum(history.seconds), **origin(self.device))  # fmt: skip
+        return Result(
+            name,
+            seed,
+            config,
+            step.criterion if step else None,
+            budget,
+            dense,
+            pruned,
+            one_shot,
+            len(self.data.test),
+            history.to_dict(),
+            sum(history.seconds),
+            **origin(self.device),
+        )
 
 
 def forget(experiment: Experiment) -> None:

@@ -36,8 +36,9 @@ def fewer(data: Data, count: int) -> str | None:
     return f"{data.name} has {found} training images, not {count}: all of them are used" if found < count else None
 
 
-def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say, *,
-               stream: bool = False) -> tuple[Groups, Scores]:  # fmt: skip
+def score_step(
+    model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say, *, stream: bool = False
+) -> tuple[Groups, Scores]:
     """Trace the model, with its residual stream if asked to, and score its units."""
     batches = calibration(data, model, count, seed)
     say("tracing which channels belong together")
@@ -46,8 +47,9 @@ def score_step(model: nn.Module, data: Data, step: PruneStep, count: int, seed: 
     return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
 
 
-def prune_step(model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int,
-               say: Say) -> Plan:  # fmt: skip
+def prune_step(
+    model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int, say: Say
+) -> Plan:
     """Plan and apply, in place."""
     say("planning")
 
@@ -108,8 +110,13 @@ def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: i
         value = None if exact is None else float(exact[layer][unit])
         mean, error = ([row[place] for row in rows] for rows in (means, errors))
         channels.append({"layer": layer, "unit": unit, "exact": value, "mean": mean, "error": error})
-    return {"kind": "hap-probes", "format": 1, "probes": probes, "images": sum(len(y) for _, y in batches),
-            "channels": channels}  # fmt: skip
+    return {
+        "kind": "hap-probes",
+        "format": 1,
+        "probes": probes,
+        "images": sum(len(y) for _, y in batches),
+        "channels": channels,
+    }
 
 
 def _spread(values: Tensor, shares: tuple[float, ...] = (0.35, 0.6, 0.8, 0.99)) -> list[int]:

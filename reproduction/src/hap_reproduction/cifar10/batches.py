@@ -68,9 +68,12 @@ def _read(folder: Path) -> Batch | str:
         found = read_json(note)
         widths = found.get("widths", {})  # notes without it are of networks in their dense shape
         return Batch(
-            folder, tuple(map(str, found["jobs"])), float(found["masked_from"]), int(found["side_by_side"]),
+            folder,
+            tuple(map(str, found["jobs"])),
+            float(found["masked_from"]),
+            int(found["side_by_side"]),
             None if widths is None else {str(name): int(width) for name, width in widths.items()},
-        )  # fmt: skip
+        )
     except (HapError, AttributeError, KeyError, TypeError, ValueError) as error:
         return f"{NOTE} beside it is damaged: {error}"
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,106 +20,20 @@ from hap.io.checkpoint import load, read, save
 from hap.planning.plan import Plan
 from hap.training import History, evaluate
 from hap.training.loop import NotFinite
-from hap.training.recipes import Recipe
-from hap.utils.atomic_files import check_writable, digest, held, write_json
+from hap.utils.atomic_files import digest, held, write_json
 from hap.workflow.networks import example_of, fresh
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10 import batches
 from hap_reproduction.cifar10.batches import Batch
+from hap_reproduction.cifar10.job import KIND, Folders, Job, Say, pending
 from hap_reproduction.cifar10.masking import dense_form, pruned_form, trains_alike
 from hap_reproduction.cifar10.stacking import train_stacked
-from hap_reproduction.cifar10.starting import IMAGES, BorrowedStep, Known, Step, describe, opened, prune
+from hap_reproduction.cifar10.starting import Known, describe, opened, prune
 from hap_reproduction.cifar10.trimming import Trimmed, common_widths, trim
 
-Say = Callable[[str], None]
-KIND = "hap-cifar10"
 MASKED_FROM = 0.05
 """The share of FLOPs left from which a pruned network trains in a shape that others share, in which it can be one
 network with them (`stack`) and be compiled. Odd widths use a GPU poorly; `benchmarks/train_throughput.py` measures."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One network to train. Without `prune` it is a dense one from scratch; with it, `dense` names the job it starts
-    from.
-
-    `paper` holds the figures of the paper's row that this one is held against; `targets` the tables it belongs to;
-    `images` how many training images a PruneStep scores on. To prune in steps, `start` names another pruned job, whose
-    network is pruned further in place of the dense one; budgets are shares of the dense one all the same.
-    """
-
-    name: str
-    model: str
-    recipe: Recipe
-    targets: tuple[str, ...]
-    dense: str | None = None
-    prune: Step | None = None
-    paper: dict[str, float] | None = None
-    teacher: bool = False
-    images: int = IMAGES
-    start: str | None = None
-
-
-@dataclass(frozen=True)
-class Folders:
-    """`results`: a JSON file per finished job. `networks`: finished checkpoints. `work`: what resuming needs.
-    `plans`, in `results`: what other libraries chose to remove. `networks` in `results` may hold dense networks that
-    runs start from and that are not handed out."""
-
-    results: Path
-    networks: Path
-    work: Path
-
-    @property
-    def plans(self) -> Path:
-        return self.results / "plans"
-
-    def result(self, name: str) -> Path:
-        return self.results / f"{name}.json"
-
-    def network(self, name: str) -> Path:
-        return self.networks / f"{name}.safetensors"
-
-    def dense(self, name: str) -> Path:
-        """Where a finished network that others start from is, wherever it is kept."""
-        kept = self.results / "networks" / f"{name}.safetensors"
-        return kept if kept.exists() and not self.network(name).exists() else self.network(name)
-
-    def started(self, name: str) -> Path:
-        return self.work / f"{name}-start.safetensors"
-
-    def check(self) -> None:
-        """Refuse folders that cannot be written to before the work, not after it."""
-        for folder in (self.results, self.networks, self.work):
-            check_writable(folder)
-
-
-def pending(jobs: Sequence[Job], folders: Folders) -> list[Job]:
-    """Jobs that can run now and have no result, in the order given.
-
-    A network that is too large to keep may be gone while its result is there: it is trained again if some job that has
-    no result needs it.
-    """
-    wanted = [j for j in jobs if not folders.result(j.name).exists()]
-    missing: set[str] = set()
-    while more := {name for j in wanted for name in _lacks(j, folders)} - missing:
-        missing |= more
-        wanted += [j for j in jobs if j.name in more and j not in wanted]
-    return [j for j in jobs if j in wanted and not missing_plans([j], folders) and not _lacks(j, folders)]
-
-
-def missing_plans(jobs: Sequence[Job], folders: Folders) -> list[Path]:
-    """The files of other libraries' choices that jobs without a result wait for."""
-    left = [j for j in jobs if not folders.result(j.name).exists()]
-    files = [folders.plans / f"{j.prune.name}.json" for j in left if isinstance(j.prune, BorrowedStep)]
-    return [file for file in files if not file.exists()]
-
-
-def _lacks(job: Job, folders: Folders) -> list[str]:
-    """Networks that the job needs and that are not there: once it is pruned, that is its teacher at most."""
-    pruned = folders.started(job.name).exists()
-    needed = [job.dense] if pruned and job.teacher else [] if pruned else [job.dense, job.start]
-    return [name for name in needed if name is not None and not folders.dense(name).exists()]
 
 
 @dataclass(frozen=True)
@@ -146,8 +58,15 @@ class Manner:
 DEFAULT = Manner()
 
 
-def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner = DEFAULT,
-             seconds: float | None = None, revision: str | None = None, say: Say = print) -> None:  # fmt: skip
+def work_off(
+    jobs: Sequence[Job],
+    data: Data,
+    folders: Folders,
+    manner: Manner = DEFAULT,
+    seconds: float | None = None,
+    revision: str | None = None,
+    say: Say = print,
+) -> None:
     """Train what is pending and stop in time for `seconds`, at the end of an epoch.
 
     What an earlier call left unfinished is gone on with first, in whatever company it was. One process trains in a
@@ -160,8 +79,15 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
         _work_off(jobs, data, folders, manner, seconds, revision, say)
 
 
-def _work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
-              revision: str | None, say: Say) -> None:  # fmt: skip
+def _work_off(
+    jobs: Sequence[Job],
+    data: Data,
+    folders: Folders,
+    manner: Manner,
+    seconds: float | None,
+    revision: str | None,
+    say: Say,
+) -> None:
     if lost := batches.unknown(folders.work):
         say(f"these states name no runs, so only the command that began them could go on with them: {', '.join(lost)}")
     begun, first = time.monotonic(), True
@@ -233,14 +159,24 @@ class Trainee:
         return pruned_form(whole, self.plan, example)
 
 
-def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner, seconds: float | None,
-           revision: str | None, say: Say) -> bool:  # fmt: skip
+def _train(
+    batch: Batch,
+    jobs: Sequence[Job],
+    data: Data,
+    folders: Folders,
+    manner: Manner,
+    seconds: float | None,
+    revision: str | None,
+    say: Say,
+) -> bool:
     """One batch of jobs; True when they are finished and recorded, and their state is needed no more."""
     begun = time.monotonic()
     for job in jobs:
         if folders.result(job.name).exists():
-            say(f"{job.name} has a result, but its network is gone and others start from it: it is trained again, and "
-                "is not the network that those before started from")  # fmt: skip
+            say(
+                f"{job.name} has a result, but its network is gone and others start from it: it is trained again, and "
+                "is not the network that those before started from"
+            )
     _prune(jobs, data, folders, say)
     trainees = _trimmed([_trainee(job, data, folders, batch.masked_from) for job in jobs], batch, jobs[0].model, data)
     teachers = [_dense(job, data, folders) if job.teacher else None for job in jobs]
@@ -249,10 +185,17 @@ def _train(batch: Batch, jobs: Sequence[Job], data: Data, folders: Folders, mann
     say(f"training {len(jobs)} networks side by side{until}")
     try:
         histories = train_stacked(
-            [t.model for t in trainees], data, [job.recipe for job in jobs], teachers=teachers,
-            masks=[t.masks for t in trainees], checkpoint_dir=batch.folder, seconds=left, progress=False,
-            stack=manner.stack, compiled=manner.compiled,
-        )  # fmt: skip
+            [t.model for t in trainees],
+            data,
+            [job.recipe for job in jobs],
+            teachers=teachers,
+            masks=[t.masks for t in trainees],
+            checkpoint_dir=batch.folder,
+            seconds=left,
+            progress=False,
+            stack=manner.stack,
+            compiled=manner.compiled,
+        )
     except NotFinite as error:
         name = jobs[error.position].name
         raise HapError(f"{name}: {error}. The others go on without it where --jobs leaves it out") from error
@@ -334,10 +277,17 @@ def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
         if job.start is not None:
             model = _in_dense_shape(folders.dense(job.start), model, data)
         made = prune(model, job.prune, data, job.recipe.seed, folders.plans, job.images, scores)
-        metrics = {"dense_accuracy": dense, "accuracy_before_finetuning": evaluate(model, data).accuracy,
-                   "scoring_seconds": made.seconds}  # fmt: skip
-        about = {"ranks": made.ranks, "settings": _settings(job), "dense": _digest(job.dense, folders),
-                 "start": _digest(job.start, folders)}  # fmt: skip
+        metrics = {
+            "dense_accuracy": dense,
+            "accuracy_before_finetuning": evaluate(model, data).accuracy,
+            "scoring_seconds": made.seconds,
+        }
+        about = {
+            "ranks": made.ranks,
+            "settings": _settings(job),
+            "dense": _digest(job.dense, folders),
+            "start": _digest(job.start, folders),
+        }
         if folders.started(job.name).exists():  # by a process that prunes ahead: its plan may be in use
             continue
         save(folders.started(job.name), model, made.plan, metrics=metrics, about=about)
@@ -367,8 +317,9 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     return load(folders.dense(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
 
 
-def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int,
-            revision: str | None) -> None:  # fmt: skip
+def _record(
+    job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int, revision: str | None
+) -> None:
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
     example, shape = example_of(data), _shape(job.model, data)
     model = trainee.finished(shape, example)
@@ -378,22 +329,38 @@ def _record(job: Job, trainee: Trainee, history: History, data: Data, folders: F
     _round_to_half(model)
     count, dense = hap.cost(model, example), hap.cost(shape, example)
     result = {
-        "kind": KIND, "format": 1, "name": job.name, "model": job.model, "data": data.name,
-        "seed": job.recipe.seed, "dense": job.dense, "start": job.start,
+        "kind": KIND,
+        "format": 1,
+        "name": job.name,
+        "model": job.model,
+        "data": data.name,
+        "seed": job.recipe.seed,
+        "dense": job.dense,
+        "start": job.start,
         "dense_sha256": started.about.get("dense") if started else None,
-        "start_sha256": started.about.get("start") if started else None, "prune": describe(job.prune),
+        "start_sha256": started.about.get("start") if started else None,
+        "prune": describe(job.prune),
         "images": min(job.images, len(data.train)) if job.prune else None,
-        "targets": list(job.targets), "paper": job.paper,
-        "recipe": job.recipe.to_dict(), "teacher": job.dense if job.teacher else None,
+        "targets": list(job.targets),
+        "paper": job.paper,
+        "recipe": job.recipe.to_dict(),
+        "teacher": job.dense if job.teacher else None,
         **(started.metrics if started else {}),
-        "accuracy": accuracy, "accuracy_in_half_precision": evaluate(model, data).accuracy,
-        "params": count.params, "macs": count.macs,
-        "params_left": count.params / dense.params, "macs_left": count.macs / dense.macs,
-        "units": _units(plan) if plan else None, "ranks": ranks,
+        "accuracy": accuracy,
+        "accuracy_in_half_precision": evaluate(model, data).accuracy,
+        "params": count.params,
+        "macs": count.macs,
+        "params_left": count.params / dense.params,
+        "macs_left": count.macs / dense.macs,
+        "units": _units(plan) if plan else None,
+        "ranks": ranks,
         "trained": trainee.form if job.prune else "dense",
-        "seconds": sum(history.seconds), "side_by_side": side_by_side, "stack": history.stack,
-        "compiled": history.compiled, "history": history.to_dict(),
-    } | provenance(revision)  # fmt: skip
+        "seconds": sum(history.seconds),
+        "side_by_side": side_by_side,
+        "stack": history.stack,
+        "compiled": history.compiled,
+        "history": history.to_dict(),
+    } | provenance(revision)
     about = {"model": job.model, "classes": data.classes, "data": data.name, "result": job.name, "ranks": ranks}
     save(folders.network(job.name), model.half(), plan, metrics={"accuracy": accuracy}, about=about)
     write_json(folders.result(job.name), result)
@@ -409,42 +376,3 @@ def _round_to_half(model: nn.Module) -> None:
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor.copy_(tensor.half())
-
-
-def status(jobs: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
-    """Names of finished jobs, of those that can run now, and of those that wait for a network or a plan."""
-    ready = {j.name for j in pending(jobs, folders)}
-    done = [j.name for j in jobs if folders.result(j.name).exists() and j.name not in ready]
-    return {"done": done, "ready": [j.name for j in jobs if j.name in ready],
-            "waiting": [j.name for j in jobs if j.name not in ready and j.name not in done]}  # fmt: skip
-
-
-def select(jobs: Sequence[Job], target: str, pattern: str = "*", others: Sequence[str] = ()) -> list[Job]:
-    """The jobs of a table or figure, by its name, with those whose networks they start from; "all" for every one.
-    With a `pattern` such as `*-seed0`, those of them whose names match it. `others` are targets that are not of jobs,
-    for who errs."""
-    known = {t for j in jobs for t in j.targets}
-    if target != "all" and target not in known:
-        raise HapError(f"target is {target!r}; expected all or one of {', '.join(sorted({*known, *others}))}")
-    chosen = [j for j in jobs if (target == "all" or target in j.targets) and fnmatch(j.name, pattern)]
-    if not chosen:
-        raise HapError(f"no run of {target} is named like {pattern!r}; hap reproduce {target} --status lists them")
-    needed = {j.name for j in chosen}
-    for job in reversed(jobs):  # what a job starts from comes before it
-        needed |= {job.dense or "", job.start or ""} if job.name in needed else set()
-    return [j for j in jobs if j.name in needed]
-
-
-@functools.cache
-def _dense_macs(model: str) -> int:
-    info = hap.models.info(model)
-    return hap.cost(hap.models.build(model).eval(), torch.zeros(1, *info.input_shape)).macs
-
-
-def estimate(job: Job) -> float:
-    """What a job costs, in epochs of a dense ResNet56: multiply-adds of the dense network, and of its teacher.
-
-    A pruned network counts as a dense one: thin layers do not train faster in proportion. Networks with wider layers
-    than ResNet56 use a GPU better and take less than this.
-    """
-    return job.recipe.epochs * (4 / 3 if job.teacher else 1) * _dense_macs(job.model) / _dense_macs("resnet56")

@@ -43,8 +43,9 @@ class Rotated:
     rows: Tensor
 
 
-def eigendamage_(model: nn.Module, example: Any, batches: Iterable[Any], *, params: float | None = None,
-                 flops: float | None = None) -> Ranks:  # fmt: skip
+def eigendamage_(
+    model: nn.Module, example: Any, batches: Iterable[Any], *, params: float | None = None, flops: float | None = None
+) -> Ranks:
     """Prune a classifier in place to one budget, the fraction LEFT of params or flops; returns the ranks that stay.
 
     `batches` are (input, target) pairs; the curvature is that of the cross-entropy in expectation over the model's own
@@ -266,8 +267,11 @@ def _filled(conv: nn.Conv2d, rotated: Rotated, inputs: Tensor, outputs: Tensor) 
             core = torch.einsum("sjkl,ij->sikl", core, rotated.inputs)
         if len(outputs) == conv.out_channels:
             core = torch.einsum("os,sjkl->ojkl", rotated.outputs, core)
-        weights = [*([into] if len(inputs) < conv.in_channels else []), core,
-                   *([back] if len(outputs) < conv.out_channels else [])]  # fmt: skip
+        weights = [
+            *([into] if len(inputs) < conv.in_channels else []),
+            core,
+            *([back] if len(outputs) < conv.out_channels else []),
+        ]
     for step, weight in zip(stack, weights, strict=True):
         assert isinstance(step, nn.Conv2d)
         step.weight.copy_(weight.reshape(step.weight.shape))

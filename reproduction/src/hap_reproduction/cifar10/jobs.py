@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from hap.errors import HapError
 from hap.training import recipes
 from hap.training.recipes import Recipe
 from hap.workflow.config import PruneStep
-from hap_reproduction.cifar10.campaign import Job
+from hap_reproduction.cifar10.job import Job
 from hap_reproduction.cifar10.starting import IMAGES, BorrowedStep, EigenStep, Step
 
 # Percent left as the paper reports them: (FLOPs, params or None, accuracy).
@@ -115,42 +116,66 @@ def dense_jobs(model: str, kinds: tuple[str, ...] = ("paper", "best"), seeds: tu
     accuracy = DENSE[model]
     paper = {"accuracy": accuracy} if accuracy is not None else None
     return [
-        Job(dense_name(model, kind, seed), model, dense_recipe(kind, seed), ("dense", f"dense-{short(model)}"),
-            paper=paper if kind == "paper" else None)
+        Job(
+            dense_name(model, kind, seed),
+            model,
+            dense_recipe(kind, seed),
+            ("dense", f"dense-{short(model)}"),
+            paper=paper if kind == "paper" else None,
+        )
         for kind in kinds
         for seed in seeds
-    ]  # fmt: skip
+    ]
 
 
-def _job(model: str, protocol: str, step: Step, seed: int, targets: tuple[str, ...],
-         paper: dict[str, float] | None = None, images: int = IMAGES) -> Job:  # fmt: skip
+def _job(
+    model: str,
+    protocol: str,
+    step: Step,
+    seed: int,
+    targets: tuple[str, ...],
+    paper: dict[str, float] | None = None,
+    images: int = IMAGES,
+) -> Job:
     slug = step.slug if isinstance(step, PruneStep) else step.name
     best = protocol == "best"
     return Job(
-        f"{short(model)}-{protocol}-{slug}-seed{seed}", model, finetune_recipe(seed, protocol), targets,
-        dense=dense_name(model, "best" if best else "paper", seed), prune=step, paper=paper, teacher=best,
+        f"{short(model)}-{protocol}-{slug}-seed{seed}",
+        model,
+        finetune_recipe(seed, protocol),
+        targets,
+        dense=dense_name(model, "best" if best else "paper", seed),
+        prune=step,
+        paper=paper,
+        teacher=best,
         images=images,
-    )  # fmt: skip
+    )
 
 
 def _step(name: str, percent: float, kind: str = "flops", coupling: str = "union", **options: object) -> PruneStep:
     return PruneStep(f"{name}-{percent}", coupling=coupling, **{kind: percent / 100}, **options)  # type: ignore[arg-type]
 
 
-def _row(model: str, step: PruneStep, seed: int, paper: tuple[float, float | None, float],
-         targets: tuple[str, ...], images: int = IMAGES) -> Job:  # fmt: skip
+def _row(
+    model: str,
+    step: PruneStep,
+    seed: int,
+    paper: tuple[float, float | None, float],
+    targets: tuple[str, ...],
+    images: int = IMAGES,
+) -> Job:
     """A row of the paper (FLOPs, params, accuracy): at no more FLOPs, and where it gives them no more parameters."""
     params = paper[1]
-    return _job(model, "paper", replace(step, params=params and params / 100), seed, targets, _figures(*paper),
-                images)  # fmt: skip
+    return _job(model, "paper", replace(step, params=params and params / 100), seed, targets, _figures(*paper), images)
 
 
 def _figures(flops: float, params: float | None, accuracy: float) -> dict[str, float]:
     return {"accuracy": accuracy, "flops": flops} | ({"params": params} if params else {})
 
 
-def _implanted(percent: float, kind: str = "flops", name: str = "implant-centre", init: str = "center",
-               **options: object) -> PruneStep:  # fmt: skip
+def _implanted(
+    percent: float, kind: str = "flops", name: str = "implant-centre", init: str = "center", **options: object
+) -> PruneStep:
     return _step(name, percent, kind, implant=0.2, implant_init=init, **options)  # type: ignore[arg-type]
 
 
@@ -164,12 +189,17 @@ def resnet56_jobs(seed: int) -> list[Job]:
 def rankings(seed: int) -> list[Job]:
     """The same rows ranked by sensitivity per parameter and multiply-add saved, found on many images: of the rankings
     below the one that came nearest to the paper. Seeds 1 and 2 run the headlines alone."""
-    cheap: dict[str, object] = {"per_cost": True}
-    jobs = [_ranked(_step(PER_COST, row[0], **cheap), seed, row, MANY_IMAGES)  # type: ignore[arg-type]
-            for row in HAP_ROWS]  # fmt: skip
-    jobs += [_ranked(_implanted(row[0], name=f"implant-centre-per-cost-{MANY_IMAGES}-images", **cheap), seed, row,  # type: ignore[arg-type]
-                     MANY_IMAGES)
-             for row in IMPLANT_ROWS]  # fmt: skip
+    cheap: dict[str, Any] = {"per_cost": True}
+    jobs = [_ranked(_step(PER_COST, row[0], **cheap), seed, row, MANY_IMAGES) for row in HAP_ROWS]
+    jobs += [
+        _ranked(
+            _implanted(row[0], name=f"implant-centre-per-cost-{MANY_IMAGES}-images", **cheap),
+            seed,
+            row,
+            MANY_IMAGES,
+        )
+        for row in IMPLANT_ROWS
+    ]
     return jobs if seed == 0 else [job for job in jobs if _is_headline(job)]
 
 
@@ -179,11 +209,17 @@ def other_rankings() -> list[Job]:
     public code takes unless told otherwise, by the curvature of gates, and by magnitude, given what helped HAP."""
     jobs = []
     for row in (row for row in HAP_ROWS if row[0] in HEADLINES):
-        jobs += [_ranked(_step("hap-per-cost", row[0], per_cost=True), 0, row),
-                 _ranked(_step(f"hap-{MANY_IMAGES}-images", row[0]), 0, row, MANY_IMAGES),
-                 _ranked(_step("hap-3-probes", row[0], probes=3), 0, row),
-                 _ranked(_step(f"gates-per-cost-{MANY_IMAGES}-images", row[0], per_cost=True, criterion=GATES), 0, row,
-                         MANY_IMAGES)]  # fmt: skip
+        jobs += [
+            _ranked(_step("hap-per-cost", row[0], per_cost=True), 0, row),
+            _ranked(_step(f"hap-{MANY_IMAGES}-images", row[0]), 0, row, MANY_IMAGES),
+            _ranked(_step("hap-3-probes", row[0], probes=3), 0, row),
+            _ranked(
+                _step(f"gates-per-cost-{MANY_IMAGES}-images", row[0], per_cost=True, criterion=GATES),
+                0,
+                row,
+                MANY_IMAGES,
+            ),
+        ]
         control = _step("magnitude-per-cost", row[0], per_cost=True, criterion="magnitude")
         jobs.append(replace(_row("resnet56", control, 0, row, ("ablation", "rankings")), paper=None))
     for row in (row for row in IMPLANT_ROWS if row[0] in HEADLINES):
@@ -220,8 +256,11 @@ def from_zero() -> list[Job]:
     bias and a ReLU follows, nothing comes through at the start, so no gradient comes back: such implants stay zero.
     `benchmarks/implants_from_zero.py` counts them."""
     rows = [row for row in IMPLANT_ROWS if row[0] in HEADLINES]
-    return [_row("resnet56", _implanted(row[0], name="implant", init="zero"), seed, row, ("implants",))
-            for seed in range(2) for row in rows]  # fmt: skip
+    return [
+        _row("resnet56", _implanted(row[0], name="implant", init="zero"), seed, row, ("implants",))
+        for seed in range(2)
+        for row in rows
+    ]
 
 
 def without_implants() -> list[Job]:
@@ -242,8 +281,11 @@ def head_to_head() -> list[Job]:
 
 def vgg16_jobs() -> list[Job]:
     """Ranked per cost on many images, three seeds; by sensitivity alone on the paper's number of images, one seed."""
-    jobs = [_row("vgg16_bn", _step(PER_COST, row[0], per_cost=True), seed, row, ("vgg16",), MANY_IMAGES)
-            for seed in range(3) for row in VGG_ROWS]  # fmt: skip
+    jobs = [
+        _row("vgg16_bn", _step(PER_COST, row[0], per_cost=True), seed, row, ("vgg16",), MANY_IMAGES)
+        for seed in range(3)
+        for row in VGG_ROWS
+    ]
     return jobs + [_row("vgg16_bn", _step("hap", row[0]), 0, row, ("vgg16",)) for row in VGG_ROWS]
 
 
@@ -302,9 +344,11 @@ def curve_jobs(model: str) -> list[Job]:
     joint = "joint" if model == "preresnet29" else "union"
     jobs = []
     for i, percent in enumerate(CURVES[model]):
-        steps: list[Step] = [_step("hap", percent, "params"),
-                             _implanted(percent, "params"),
-                             _step("magnitude", percent, "params", criterion="magnitude")]  # fmt: skip
+        steps: list[Step] = [
+            _step("hap", percent, "params"),
+            _implanted(percent, "params"),
+            _step("magnitude", percent, "params", criterion="magnitude"),
+        ]
         if i < 3:
             steps.append(_step("bn-scale", percent, "params", joint, criterion="bn-scale"))
             steps.append(EigenStep(f"eigendamage-{percent}", percent / 100))
@@ -324,23 +368,35 @@ def jobs() -> list[Job]:
     rows[0] += other_rankings()
     headlines = [job for seed in rows for job in seed if "resnet56" in job.targets and _is_headline(job)]
     return [
-        *dense_jobs("resnet56"), *sorted(headlines, key=_turn), *from_zero(),
-        *dense_jobs("vgg16_bn", ("paper",)), *dense_jobs("preresnet29", ("paper",)),
-        *vgg16_jobs(), *preresnet29_jobs(),
+        *dense_jobs("resnet56"),
+        *sorted(headlines, key=_turn),
+        *from_zero(),
+        *dense_jobs("vgg16_bn", ("paper",)),
+        *dense_jobs("preresnet29", ("paper",)),
+        *vgg16_jobs(),
+        *preresnet29_jobs(),
         *best_jobs("resnet56"),
-        *(job for job in rows[0] if job not in headlines), *without_implants(), *head_to_head(),
-        *dense_jobs("vgg16_bn", ("best",)), *dense_jobs("preresnet29", ("best",)),
-        *best_jobs("vgg16_bn"), *best_jobs("preresnet29"),
+        *(job for job in rows[0] if job not in headlines),
+        *without_implants(),
+        *head_to_head(),
+        *dense_jobs("vgg16_bn", ("best",)),
+        *dense_jobs("preresnet29", ("best",)),
+        *best_jobs("vgg16_bn"),
+        *best_jobs("preresnet29"),
         *curve_jobs("preresnet29"),
-        *dense_jobs("wide_resnet32", ("paper",), (0,)), *curve_jobs("wide_resnet32"),
-        *dense_jobs("wide_resnet32", ("paper",), (1, 2)), *dense_jobs("wide_resnet32", ("best",), (0,)),
-    ]  # fmt: skip
+        *dense_jobs("wide_resnet32", ("paper",), (0,)),
+        *curve_jobs("wide_resnet32"),
+        *dense_jobs("wide_resnet32", ("paper",), (1, 2)),
+        *dense_jobs("wide_resnet32", ("best",), (0,)),
+    ]
 
 
 def headline_networks() -> dict[str, str]:
     """Names of networks to hand out and the jobs that made them. Seed 0 always, so that none is the best of several."""
-    chosen = {"resnet56-cifar10-dense": dense_name("resnet56", "paper", 0),
-              "resnet56-cifar10-dense-best": dense_name("resnet56", "best", 0)}  # fmt: skip
+    chosen = {
+        "resnet56-cifar10-dense": dense_name("resnet56", "paper", 0),
+        "resnet56-cifar10-dense-best": dense_name("resnet56", "best", 0),
+    }
     for job in jobs():
         step = job.prune
         if job.recipe.seed or not isinstance(step, PruneStep) or step.probes or step.implant_init == "zero":
@@ -369,8 +425,10 @@ def load_data(folder: str | Path, device: torch.device | None = None, whole: boo
     data = hap.data.load("cifar10", root=folder, device=device)
     found = (len(data.train), len(data.test), tuple(data.train.images.shape[1:]), data.classes)
     if whole and found != WHOLE:
-        raise HapError(f"{folder} holds {_in_words(*found)}; expected {_in_words(*WHOLE)}, which is all of CIFAR-10: "
-                       "unpack the whole archive")  # fmt: skip
+        raise HapError(
+            f"{folder} holds {_in_words(*found)}; expected {_in_words(*WHOLE)}, which is all of CIFAR-10: "
+            "unpack the whole archive"
+        )
     return data
 
 

@@ -58,11 +58,17 @@ def removal_record(model: nn.Module, data: Data, images: int) -> dict[str, Any]:
             within = [rank_correlation({n: values[n]}, {n: found[n]}) for n in groups if len(groups[n]) > 1]
             row[labels] = {"all": rank_correlation(values, found), "within_layers": sum(within) / len(within)}
         rows.append(row | ({"predicted": _by_stage(values, stages)} if name in IN_LOSS else {}))
-    return {"kind": "hap-removal", "format": 1, "scored_on": _count(scored), "images": _count(judged),
-            "units": groups.units, "measured": {labels: _by_stage(found, stages) for labels, found in rises.items()},
-            "rows": rows, "rises": {labels: {n: v.tolist() for n, v in found.items()}
-                                    for labels, found in rises.items()},
-            "falls": float((torch.cat(list(rises["given"].values())) < 0).double().mean())}  # fmt: skip
+    return {
+        "kind": "hap-removal",
+        "format": 1,
+        "scored_on": _count(scored),
+        "images": _count(judged),
+        "units": groups.units,
+        "measured": {labels: _by_stage(found, stages) for labels, found in rises.items()},
+        "rows": rows,
+        "rises": {labels: {n: v.tolist() for n, v in found.items()} for labels, found in rises.items()},
+        "falls": float((torch.cat(list(rises["given"].values())) < 0).double().mean()),
+    }
 
 
 def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
@@ -73,8 +79,10 @@ def rank_correlation(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
 
 def _by_stage(values: Mapping[str, Tensor], stages: Mapping[str, str]) -> dict[str, float]:
     """The sum over the units of each stage."""
-    return {stage: sum(float(v.sum()) for n, v in values.items() if stages[n] == stage)
-            for stage in dict.fromkeys(stages.values())}  # fmt: skip
+    return {
+        stage: sum(float(v.sum()) for n, v in values.items() if stages[n] == stage)
+        for stage in dict.fromkeys(stages.values())
+    }
 
 
 def _count(batches: Sequence[Batch]) -> int:
@@ -190,11 +198,23 @@ def one_shot_record(model: nn.Module, data: Data) -> dict[str, Any]:
                 pruned = hap.apply_(copy.deepcopy(model), plan, example)
                 as_it_is = hap.evaluate(pruned, data).accuracy
                 _estimate_again_(pruned, batches)
-                rows.append({"criterion": criterion, "per_cost": per_cost, "flops": flops,
-                             "params": plan.after.params / plan.before.params, "accuracy": as_it_is,
-                             "estimated_again": hap.evaluate(pruned, data).accuracy})  # fmt: skip
-    return {"kind": "hap-one-shot", "format": 1, "scored_on": _count(batches), "tested_on": len(data.test),
-            "rows": rows}  # fmt: skip
+                rows.append(
+                    {
+                        "criterion": criterion,
+                        "per_cost": per_cost,
+                        "flops": flops,
+                        "params": plan.after.params / plan.before.params,
+                        "accuracy": as_it_is,
+                        "estimated_again": hap.evaluate(pruned, data).accuracy,
+                    }
+                )
+    return {
+        "kind": "hap-one-shot",
+        "format": 1,
+        "scored_on": _count(batches),
+        "tested_on": len(data.test),
+        "rows": rows,
+    }
 
 
 @torch.no_grad()

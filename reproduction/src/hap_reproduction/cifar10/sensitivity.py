@@ -21,7 +21,7 @@ from hap.workflow.config import PruneStep
 from hap.workflow.networks import example_of, fresh
 from hap.workflow.provenance import provenance
 from hap.workflow.steps import calibration, probe_record, score_step, sensitivity_record
-from hap_reproduction.cifar10.campaign import Folders
+from hap_reproduction.cifar10.job import Folders
 from hap_reproduction.cifar10.removal import one_shot_record, rank_correlation, removal_record
 from hap_reproduction.cifar10.starting import IMAGES
 
@@ -57,8 +57,14 @@ def status(looks: Sequence[Look], folders: Folders) -> dict[str, list[str]]:
     return {"done": done, "ready": ready, "waiting": [k.name for k in looks if k.name not in (*ready, *done)]}
 
 
-def take(looks: Sequence[Look], data: Data, folders: Folders, revision: str | None,
-         say: Callable[[str], None], seconds: float | None = None) -> None:  # fmt: skip
+def take(
+    looks: Sequence[Look],
+    data: Data,
+    folders: Folders,
+    revision: str | None,
+    say: Callable[[str], None],
+    seconds: float | None = None,
+) -> None:
     """Write the record of every look that can be taken. With `seconds`, none begins after so many."""
     begun = time.monotonic()
     for look in pending(looks, folders):
@@ -98,9 +104,16 @@ def _seconds(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
 
     exact = HessianTrace(method="exact")
     few, all_probes = (HessianTrace(method="hutchinson", probes=n) for n in (2, look.probes))
-    return {"kind": "hap-score-seconds", "format": 1, "images": sum(len(y) for _, y in batches), "units": groups.units,
-            "exact_seconds": timed(exact, exact), "probes": look.probes, "probe_seconds": timed(all_probes, few),
-            "device": "cuda" if torch.device(batches[0][0].device).type == "cuda" else "cpu"}  # fmt: skip
+    return {
+        "kind": "hap-score-seconds",
+        "format": 1,
+        "images": sum(len(y) for _, y in batches),
+        "units": groups.units,
+        "exact_seconds": timed(exact, exact),
+        "probes": look.probes,
+        "probe_seconds": timed(all_probes, few),
+        "device": "cuda" if torch.device(batches[0][0].device).type == "cuda" else "cpu",
+    }
 
 
 def _shapes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
@@ -109,16 +122,24 @@ def _shapes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
     groups = hap.trace(model, example_of(data).to(batches[0][0].device), "union")
     few = [HessianTrace(method="hutchinson", probes=look.probes, seed=seed) for seed in range(DRAWS)]
     criteria: dict[str, Sequence[Criterion]] = {
-        f"{look.probes} probes": few, "exact": [HessianTrace(method="exact")], "random": [Random(seed=0)],
-    }  # fmt: skip
+        f"{look.probes} probes": few,
+        "exact": [HessianTrace(method="exact")],
+        "random": [Random(seed=0)],
+    }
     rows = []
     for how, draws in criteria.items():
         for criterion in draws:
             scores = hap.score(model, groups, batches, F.cross_entropy, criterion)
             for share in CHANNELS:
                 plan = hap.plan(groups, scores, Budget(channels=share))
-                rows.append({"how": how, "channels": share, "flops": plan.after.macs / plan.before.macs,
-                             "params": plan.after.params / plan.before.params})  # fmt: skip
+                rows.append(
+                    {
+                        "how": how,
+                        "channels": share,
+                        "flops": plan.after.macs / plan.before.macs,
+                        "params": plan.after.params / plan.before.params,
+                    }
+                )
     return {"kind": "hap-shapes", "format": 1, "images": sum(len(y) for _, y in batches), "rows": rows}
 
 
@@ -132,9 +153,14 @@ def _images(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
         scores = [hap.score(model, groups, batches, F.cross_entropy, "hessian") for batches in draws]
         kept = [hap.plan(groups, one, Budget(flops=0.3874)).kept for one in scores]
         pairs = [{(layer, unit) for layer, units in one.items() for unit in units} for one in kept]
-        rows.append({"images": sum(len(y) for _, y in draws[0]), "rank_correlation": rank_correlation(*scores),
-                     "kept_in_both": len(pairs[0] & pairs[1]) / len(pairs[0] | pairs[1]),
-                     "carried_by_a_twentieth": _carried(model, draws[0], 0.05)})  # fmt: skip
+        rows.append(
+            {
+                "images": sum(len(y) for _, y in draws[0]),
+                "rank_correlation": rank_correlation(*scores),
+                "kept_in_both": len(pairs[0] & pairs[1]) / len(pairs[0] | pairs[1]),
+                "carried_by_a_twentieth": _carried(model, draws[0], 0.05),
+            }
+        )
     return {"kind": "hap-score-images", "format": 1, "rows": rows}
 
 

@@ -50,8 +50,15 @@ class Linears(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def train_stacked(models: Sequence[nn.Module], data: Data, recipes: Sequence[Recipe], *, stack: int = 1,
-                  compiled: bool = False, **options: Any) -> list[History]:  # fmt: skip
+def train_stacked(
+    models: Sequence[nn.Module],
+    data: Data,
+    recipes: Sequence[Recipe],
+    *,
+    stack: int = 1,
+    compiled: bool = False,
+    **options: Any,
+) -> list[History]:
     """Train as `hap.training.train_many` does, with up to `stack` models as one network.
 
     Models are stacked that differ in their weights alone, and whose recipes differ in the seed alone. Their tensors
@@ -99,10 +106,16 @@ class Stack(Update):
         teacher = _checked(teachers, first.x) if teachers else None
         size, channels, *sides = first.x.shape
         super().__init__(
-            _compiled(model) if compiled else model, model, first.recipe,
+            _compiled(model) if compiled else model,
+            model,
+            first.recipe,
             _compiled(teacher) if compiled and teacher is not None else teacher,
-            first.device, _joined_masks(runs), (size, width * channels, *sides), first.total, width,
-        )  # fmt: skip
+            first.device,
+            _joined_masks(runs),
+            (size, width * channels, *sides),
+            first.total,
+            width,
+        )
         self.model = model
 
     @contextmanager

@@ -59,8 +59,9 @@ Known = dict[tuple[Any, ...], tuple[Scores, float]]
 """Scores of one network by what they depend on, and the seconds that they took."""
 
 
-def prune(model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES,
-          known: Known | None = None) -> Pruned:  # fmt: skip
+def prune(
+    model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES, known: Known | None = None
+) -> Pruned:
     """Prune in place; a PruneStep scores on so many `images`, unless the scores are `known` already."""
     begun = time.monotonic()
     if isinstance(step, EigenStep):

@@ -16,56 +16,63 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.workflow.networks import pick_device
 from hap_reproduction.cifar10 import sensitivity
-from hap_reproduction.cifar10.campaign import (
-    MASKED_FROM,
-    Folders,
-    Job,
-    Manner,
-    estimate,
-    missing_plans,
-    select,
-    status,
-    work_off,
-)
+from hap_reproduction.cifar10.campaign import MASKED_FROM, Manner, work_off
 from hap_reproduction.cifar10.campaign import prepare as prune_for
+from hap_reproduction.cifar10.job import Folders, Job, estimate, missing_plans, select, status
 from hap_reproduction.cifar10.jobs import dense_name, headline_networks, jobs, load_data
 from hap_reproduction.cifar10.sensitivity import Look
 
 TARGETS = ("dense", "resnet56", "vgg16", "preresnet29", "best", "ablation", "implants", "head-to-head", "curves")
 
 
+Target = Annotated[
+    str, typer.Argument(help=f"A table or figure by name ({', '.join(TARGETS)}, {sensitivity.TARGET}), or all.")
+]
+DataFolder = Annotated[str | None, typer.Option(help="The folder with CIFAR-10.")]
+Jobs = Annotated[
+    str, typer.Option("--jobs", help="Only runs with such names, as *-seed0, and those that they start from.")
+]
+StatusOnly = Annotated[bool, typer.Option("--status", help="Only say what is done and what is left.")]
+RenderOnly = Annotated[
+    bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
+]
+PrepareOnly = Annotated[
+    bool, typer.Option("--prepare", help="Only prune, so that training begins at once; others may train meanwhile.")
+]
+Together = Annotated[int, typer.Option(min=1, help="How many networks to train side by side.")]
+Stack = Annotated[int, typer.Option(min=1, help="How many networks of one shape may run as one network.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile such stacks.")]
+MaskedFrom = Annotated[
+    float, typer.Option(help="Train pruned networks in one shape from this share of FLOPs left; 2: never.")
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(help="Stop in time for this many seconds, at the end of an epoch, of one at least; go on later."),
+]
+ResultsFolder = Annotated[Path, typer.Option(help="One result file per run.")]
+NetworksFolder = Annotated[Path, typer.Option(help="Finished networks, in half precision.")]
+WorkFolder = Annotated[Path, typer.Option(help="What resuming needs.")]
+PageFile = Annotated[Path, typer.Option(help="The page that --render writes; figures go to images/ beside it.")]
+Revision = Annotated[str | None, typer.Option(help="The source revision to record, where git cannot tell.")]
+
+
 def reproduce(
-    target: Annotated[
-        str, typer.Argument(help=f"A table or figure by name ({', '.join(TARGETS)}, {sensitivity.TARGET}), or all.")
-    ],
-    data: Annotated[str | None, typer.Option(help="The folder with CIFAR-10.")] = None,
-    only: Annotated[
-        str, typer.Option("--jobs", help="Only runs with such names, as *-seed0, and those that they start from.")
-    ] = "*",
-    state: Annotated[bool, typer.Option("--status", help="Only say what is done and what is left.")] = False,
-    render: Annotated[
-        bool, typer.Option("--render", help="Only write the page of results and the zoo's manifest from what is there.")
-    ] = False,
-    prepare: Annotated[
-        bool, typer.Option("--prepare", help="Only prune, so that training begins at once; others may train meanwhile.")
-    ] = False,
-    together: Annotated[int, typer.Option(min=1, help="How many networks to train side by side.")] = 8,
-    stack: Annotated[int, typer.Option(min=1, help="How many networks of one shape may run as one network.")] = 8,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile such stacks.")] = False,
-    masked_from: Annotated[
-        float, typer.Option(help="Train pruned networks in one shape from this share of FLOPs left; 2: never.")
-    ] = MASKED_FROM,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="Stop in time for this many seconds, at the end of an epoch, of one at least; go on later."),
-    ] = None,
-    results: Annotated[Path, typer.Option(help="One result file per run.")] = Path("results/cifar10"),
-    networks: Annotated[Path, typer.Option(help="Finished networks, in half precision.")] = Path("zoo"),
-    work: Annotated[Path, typer.Option(help="What resuming needs.")] = Path("runs/cifar10"),
-    page: Annotated[Path, typer.Option(help="The page that --render writes; figures go to images/ beside it.")] = Path(
-        "docs/results.md"
-    ),
-    revision: Annotated[str | None, typer.Option(help="The source revision to record, where git cannot tell.")] = None,
+    target: Target,
+    data: DataFolder = None,
+    only: Jobs = "*",
+    state: StatusOnly = False,
+    render: RenderOnly = False,
+    prepare: PrepareOnly = False,
+    together: Together = 8,
+    stack: Stack = 8,
+    compiled: Compile = False,
+    masked_from: MaskedFrom = MASKED_FROM,
+    seconds: Seconds = None,
+    results: ResultsFolder = Path("results/cifar10"),
+    networks: NetworksFolder = Path("zoo"),
+    work: WorkFolder = Path("runs/cifar10"),
+    page: PageFile = Path("docs/results.md"),
+    revision: Revision = None,
     device: Device = None,
 ) -> None:
     """Rerun the paper's CIFAR-10 experiments. Finished runs are skipped, interrupted ones go on.
@@ -96,8 +103,10 @@ def reproduce(
             return
         _work(chosen, looks, loaded, folders, Manner(together, stack, compiled, masked_from), seconds, revision)
     if seconds is not None and (found := _ready(chosen, looks, folders)):
-        _say(f"stopped for --seconds {seconds:g}: {found} of {len(chosen) + len(looks)} runs could go on or begin; the "
-             f"same command does so, and hap reproduce {target} --status lists what is left")  # fmt: skip
+        _say(
+            f"stopped for --seconds {seconds:g}: {found} of {len(chosen) + len(looks)} runs could go on or begin; the "
+            f"same command does so, and hap reproduce {target} --status lists what is left"
+        )
     elif missing_plans(chosen, folders):
         raise HapError(_plans_to_make(chosen, folders, data))
 
@@ -127,8 +136,15 @@ def _choose(target: str, pattern: str) -> tuple[list[Job], list[Look]]:
     return [job for job in every if job.name in names], looks
 
 
-def _work(chosen: list[Job], looks: list[Look], data: Data, folders: Folders, manner: Manner, seconds: float | None,
-          revision: str | None) -> None:  # fmt: skip
+def _work(
+    chosen: list[Job],
+    looks: list[Look],
+    data: Data,
+    folders: Folders,
+    manner: Manner,
+    seconds: float | None,
+    revision: str | None,
+) -> None:
     """Looks are short, so they come first where their networks are there, and again after the training."""
     begun = time.monotonic()
 

@@ -53,9 +53,17 @@ def zoo(
     specs = [spec for given in models for spec in _specs(given)]
     with resumable("the same command goes on where it stopped"):
         found = sweep(
-            specs, results, flops, processes, seconds, memory, retry, again, revision,
+            specs,
+            results,
+            flops,
+            processes,
+            seconds,
+            memory,
+            retry,
+            again,
+            revision,
             lambda text: typer.echo(text, err=True),
-        )  # fmt: skip
+        )
     heads = ["model", "groups", "FLOPs left", "params left", "seconds", "export", "exported", "torch-pruning"]
     out().print(table(heads, [_row(record, seconds) for record in found["models"]]))
     out().print(table(FAMILY_HEADS, family_rows(found["summary"])))

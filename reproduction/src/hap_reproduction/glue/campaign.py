@@ -10,8 +10,7 @@ import copy
 import hashlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,114 +29,27 @@ from hap.workflow.results import read_json
 from hap_reproduction.glue.data import Corpus, Encoded, encode, metrics_of
 from hap_reproduction.glue.data import read as read_task
 from hap_reproduction.glue.device_use import fast_products, release, use_of
-from hap_reproduction.glue.tuning import Tuned, Tuning, precision_of, predict, tune
+from hap_reproduction.glue.job import FORMAT, IMPLANT, KIND, Folders, Job, Settings, check_same, criterion_of
+from hap_reproduction.glue.tuning import Tuned, precision_of, predict, tune
 from hap_reproduction.zoo_sweep.models import import_torchvision
 
 Say = Callable[[str], None]
-KIND, FORMAT = "hap-glue", 1
-BUDGETS = (0.8, 0.6, 0.5, 0.4)
-ORDER = ("mrpc", "sst2", "rte", "qnli")
-"""The most telling first: MRPC is the paper's; QNLI, the paper's other, comes last, since it may be a part of its
-development set."""
-
-MOST_STEPS = {"sst2": 1000}
-"""Fine-tuning ends after so many steps, before and after pruning, on a task that is large."""
-DIRECTIONS = 16
-"""Of the Hessian, taken out of its noise by "hessian-deflated"."""
-
-
-def criterion_of(name: str, seed: int = 0, probes: int = 2) -> Criterion:
-    made: dict[str, Criterion] = {
-        "hessian": hap.JointTrace("hutchinson", probes=probes, seed=seed),
-        "hessian-deflated": hap.JointTrace("hutchinson", probes=probes, seed=seed, deflate=DIRECTIONS),
-        "narrow": hap.JointTrace("hutchinson", probes=probes, seed=seed),
-        "gauss-newton": hap.JointTrace("gauss-newton", seed=seed),
-        "gradient": hap.GateGradient(),
-        "gradient-raw": hap.GateGradient(per_layer=False),
-        "magnitude": hap.Whole(hap.Magnitude()),
-        "random": hap.Random(seed),
-    }
-    if name not in made:
-        raise HapError(f"--criteria names {name!r}; expected some of {', '.join(made)}")
-    return made[name]
-
-
-CRITERIA = ("hessian", "gradient", "magnitude", "random")
-IMPLANT = hap.NarrowHeads(ratio=0.5, rank=0.25)
-"""With "narrow", the Hessian's ranking, half of the heads that would go keep a quarter of their width, at the same
-FLOPs: of the choices in benchmarks/narrow_heads.py the one that stays nearest to the dense network at 60%."""
-UNWRITTEN = {"implant": hap.NarrowHeads(ratio=0.5, rank=0.25).to_dict()}
-"""Settings that files do not hold which are older than their being written down. It does not follow `IMPLANT`."""
-
-
-@dataclass(frozen=True)
-class Job:
-    task: str
-    criterion: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.task}-{self.criterion}-seed{self.seed}"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every job of a campaign is run: `dense` before pruning, `after` it. `score_batch` bounds the memory of
-    scores, which are taken on `calibration` training examples."""
-
-    dense: Tuning = field(default_factory=lambda: Tuning(epochs=5))
-    after: Tuning = field(default_factory=lambda: Tuning(epochs=10))
-    budgets: tuple[float, ...] = BUDGETS
-    calibration: int = 256
-    score_batch: int = 32
-    probes: int = 50
-    together: int = 4
-    graphs: bool = True
-
-    def tuning(self, which: str, job: Job) -> Tuning:
-        chosen = self.dense if which == "dense" else self.after
-        limits = [n for n in (chosen.most_steps, MOST_STEPS.get(job.task)) if n is not None]
-        return replace(chosen, seed=job.seed, most_steps=min(limits, default=None))
-
-    def of(self, job: Job) -> dict[str, Any]:
-        """All that the figures of a job depend on, but for the model and the shares of the heads."""
-        return {
-            "tuning": {which: self.tuning(which, job).to_dict() for which in ("dense", "after")},
-            "criterion": criterion_of(job.criterion, job.seed, self.probes).to_dict(),
-            "calibration": self.calibration,
-        } | ({"implant": IMPLANT.to_dict()} if job.criterion == "narrow" else {})
-
-
-@dataclass(frozen=True)
-class Folders:
-    """`results`: a JSON file per finished job. `work`: dense networks, and budgets that are finished."""
-
-    results: Path
-    work: Path
-
-    def result(self, job: Job) -> Path:
-        return self.results / f"{job.name}.json"
-
-    def dense(self, job: Job) -> Path:
-        return self.work / f"{job.task}-dense-seed{job.seed}.safetensors"
-
-    def part(self, job: Job) -> Path:
-        return self.work / f"{job.name}.part.json"
-
-
-def jobs(tasks: Iterable[str], criteria: Sequence[str], seeds: Iterable[int]) -> list[Job]:
-    """Task by task; all criteria of a seed before the next seed, so that what is there can be compared."""
-    for name in criteria:
-        criterion_of(name)
-    return [Job(t, c, s) for t in tasks for s in seeds for c in criteria]
 
 
 class Campaign:
     """What the jobs share: the model, its tokenizer and its groups, and the tokenised tasks on the device."""
 
-    def __init__(self, model: str | Path, data: str | Path, folders: Folders, settings: Settings,
-                 device: torch.device, note: str = "", revision: str | None = None, say: Say = print):  # fmt: skip
+    def __init__(
+        self,
+        model: str | Path,
+        data: str | Path,
+        folders: Folders,
+        settings: Settings,
+        device: torch.device,
+        note: str = "",
+        revision: str | None = None,
+        say: Say = print,
+    ):
         self.source, self.data, self.folders, self.settings = str(model), data, folders, settings
         self.device, self.note, self.revision, self.say = device, note, revision, say
         self.library = load_transformers()
@@ -217,15 +129,26 @@ class Campaign:
         parts = self._parts(job, dense, scores)
         corpus, (train, dev) = self._corpus(job.task), self._examples(job.task)
         result = {
-            "kind": KIND, "format": FORMAT, "name": job.name, "task": corpus.name, "metrics": corpus.task.metrics,
-            "criterion": job.criterion, "seed": job.seed, "settings": self._settings(job),
-            "model": self.model_facts(), "examples": {"train": len(train), "dev": len(dev)},
-            "dense": about, "scoring": scoring, "scores": {n: v.tolist() for n, v in scores.items()},
+            "kind": KIND,
+            "format": FORMAT,
+            "name": job.name,
+            "task": corpus.name,
+            "metrics": corpus.task.metrics,
+            "criterion": job.criterion,
+            "seed": job.seed,
+            "settings": self._settings(job),
+            "model": self.model_facts(),
+            "examples": {"train": len(train), "dev": len(dev)},
+            "dense": about,
+            "scoring": scoring,
+            "scores": {n: v.tolist() for n, v in scores.items()},
             "score_errors": {n: v.tolist() for n, v in scores.errors.items()},
             "budgets": [{"heads": 1.0, "metrics": about["metrics"]}, *parts],
-            "device": str(self.device), "precision": precision_of(self.device),
-            "transformers": self.library.__version__, "seconds": time.monotonic() - begun,
-        } | provenance(self.revision)  # fmt: skip
+            "device": str(self.device),
+            "precision": precision_of(self.device),
+            "transformers": self.library.__version__,
+            "seconds": time.monotonic() - begun,
+        } | provenance(self.revision)
         write_json(self.folders.result(job), result)
 
     # ---- the dense network ----------------------------------------------------------------------------------
@@ -257,8 +180,14 @@ class Campaign:
         model = network.float().to(self.device)
         tuned = tune([model], train, self.settings.tuning("dense", job), self.settings.graphs)[0]
         epoch = tuned.seconds / tuned.steps * (len(train) // self.settings.dense.batch)
-        about = {"metrics": self._measure(model, dev, job), "seconds": tuned.seconds, "steps": tuned.steps,
-                 "loss": tuned.loss, "seconds_per_epoch": epoch, "settings": self._dense_settings(job)}  # fmt: skip
+        about = {
+            "metrics": self._measure(model, dev, job),
+            "seconds": tuned.seconds,
+            "steps": tuned.steps,
+            "loss": tuned.loss,
+            "seconds_per_epoch": epoch,
+            "settings": self._dense_settings(job),
+        }
         return model, about
 
     def _fresh(self) -> nn.Module:
@@ -311,9 +240,14 @@ class Campaign:
                 hap.score(dense, groups, batches[:1], loss_of, criterion_of(job.criterion, job.seed, probes=2))
             with use_of(self.device) as use:
                 scores = hap.score(dense, groups, batches, loss_of, criterion)
-        return scores, {"seconds": use.seconds, "peak_memory": use.peak_memory, "batch": size,
-                        "examples": sum(len(y) for _, y in batches), "signal": signal_of(scores),
-                        "about": scores.about}  # fmt: skip
+        return scores, {
+            "seconds": use.seconds,
+            "peak_memory": use.peak_memory,
+            "batch": size,
+            "examples": sum(len(y) for _, y in batches),
+            "signal": signal_of(scores),
+            "about": scores.about,
+        }
 
     # ---- pruned networks ------------------------------------------------------------------------------------
 
@@ -350,11 +284,19 @@ class Campaign:
     @staticmethod
     def _part(budget: float, plan: hap.Plan, shot: dict[str, float], metrics: dict[str, float], run: Tuned) -> Any:
         return {
-            "heads": budget, "heads_left": {n: len(units) for n, units in plan.kept.items()},
-            "kept": plan.kept, "narrowed": plan.implanted, "params_left": plan.after.params / plan.before.params,
-            "macs_left": plan.after.macs / plan.before.macs, "metrics_before_tuning": shot, "metrics": metrics,
-            "loss": run.loss, "steps": run.steps, "seconds": run.seconds, "side_by_side": run.side_by_side,
-        }  # fmt: skip
+            "heads": budget,
+            "heads_left": {n: len(units) for n, units in plan.kept.items()},
+            "kept": plan.kept,
+            "narrowed": plan.implanted,
+            "params_left": plan.after.params / plan.before.params,
+            "macs_left": plan.after.macs / plan.before.macs,
+            "metrics_before_tuning": shot,
+            "metrics": metrics,
+            "loss": run.loss,
+            "steps": run.steps,
+            "seconds": run.seconds,
+            "side_by_side": run.side_by_side,
+        }
 
     # ---- data and facts -------------------------------------------------------------------------------------
 
@@ -379,8 +321,13 @@ class Campaign:
 
     def model_facts(self) -> dict[str, Any]:
         config = self.library.AutoConfig.from_pretrained(self.source)
-        return {"name": Path(self.source).name, "note": self.note or Path(self.source).name, "type": config.model_type,
-                "layers": len(self.groups()), "heads": self.groups().units}  # fmt: skip
+        return {
+            "name": Path(self.source).name,
+            "note": self.note or Path(self.source).name,
+            "type": config.model_type,
+            "layers": len(self.groups()),
+            "heads": self.groups().units,
+        }
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -426,18 +373,3 @@ def load_transformers() -> Any:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def check_same(path: Path, seen: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse to go on from a file that other settings made: its figures would be taken for those of these."""
-    seen = UNWRITTEN | seen
-    if off := [k for k in wanted if seen.get(k) != wanted[k]]:
-        raise HapError(
-            f"{path} was made with {off[0]} {seen.get(off[0])}; expected {wanted[off[0]]}. Give the settings that made "
-            "it, or other folders with --out and --work"
-        )
-
-
-def status(chosen: Sequence[Job], folders: Folders) -> dict[str, list[str]]:
-    done = [j.name for j in chosen if folders.result(j).exists()]
-    return {"done": done, "left": [j.name for j in chosen if j.name not in done]}

@@ -11,16 +11,22 @@ from torch import nn
 
 from hap.utils.atomic_files import write_json
 from hap.workflow.provenance import provenance
-from hap_reproduction.glue.campaign import Campaign, Job
+from hap_reproduction.glue.campaign import Campaign
 from hap_reproduction.glue.data import Encoded
 from hap_reproduction.glue.device_use import use_of
+from hap_reproduction.glue.job import Job
 from hap_reproduction.glue.tuning import Tuning, precision_of, tune
 
 KIND, FORMAT = "hap-head-costs", 1
 MEASURED = (
-    ("gauss-newton", 16), ("gauss-newton", 32), ("gauss-newton", 64), ("gradient", 16), ("gradient", 32),
-    ("hessian", 16), ("hessian", 64),
-)  # fmt: skip
+    ("gauss-newton", 16),
+    ("gauss-newton", 32),
+    ("gauss-newton", 64),
+    ("gradient", 16),
+    ("gradient", 32),
+    ("hessian", 16),
+    ("hessian", 64),
+)
 """Criteria, and how many texts they look at together, which their memory depends on."""
 
 
@@ -42,10 +48,18 @@ def measure(campaign: Campaign, task: str, out: Path) -> dict[str, Any]:
         ratios = {name: taken["seconds"] / seconds for name, seconds in epochs.items()}
         rows.append({"criterion": criterion, **taken, **ratios, "of_a_step": memory})
     record = {
-        "kind": KIND, "format": FORMAT, "task": task, "model": campaign.model_facts(), "dense": dense, "plain": plain,
-        "rows": rows, "tuning": tuning.to_dict(), "probes": campaign.settings.probes, "device": str(campaign.device),
+        "kind": KIND,
+        "format": FORMAT,
+        "task": task,
+        "model": campaign.model_facts(),
+        "dense": dense,
+        "plain": plain,
+        "rows": rows,
+        "tuning": tuning.to_dict(),
+        "probes": campaign.settings.probes,
+        "device": str(campaign.device),
         "precision": precision_of(campaign.device),
-    } | provenance(campaign.revision)  # fmt: skip
+    } | provenance(campaign.revision)
     write_json(out, record)
     return record
 

@@ -23,8 +23,14 @@ ROUNDS = {1: 30, 32: 10}
 """How often each of the two networks is timed, by the number of texts in a batch."""
 
 
-def measure(source: str | Path, out: Path, device: torch.device, share: float = 0.5, length: int = 128,
-            revision: str | None = None) -> dict[str, Any]:  # fmt: skip
+def measure(
+    source: str | Path,
+    out: Path,
+    device: torch.device,
+    share: float = 0.5,
+    length: int = 128,
+    revision: str | None = None,
+) -> dict[str, Any]:
     """Time a dense encoder and one without heads of lowest magnitude in turns, and write both down.
 
     On the CPU as it is and in onnxruntime, on a GPU in bf16 as it is and compiled.
@@ -47,12 +53,17 @@ def measure(source: str | Path, out: Path, device: torch.device, share: float = 
     pruned = hap.apply_(copy.deepcopy(dense), plan, small).to(device, precision)
     dense = dense.to(device, precision)
     record: dict[str, Any] = {
-        "kind": KIND, "format": FORMAT, "heads": share, "length": length,
+        "kind": KIND,
+        "format": FORMAT,
+        "heads": share,
+        "length": length,
         "precision": str(precision).removeprefix("torch."),
         "heads_left": {n: len(units) for n, units in plan.kept.items()},
-        "macs_left": plan.after.macs / plan.before.macs, "params_left": plan.after.params / plan.before.params,
-        "rows": [], "device": str(device),
-    } | provenance(revision)  # fmt: skip
+        "macs_left": plan.after.macs / plan.before.macs,
+        "params_left": plan.after.params / plan.before.params,
+        "rows": [],
+        "device": str(device),
+    } | provenance(revision)
     for backend, (size, runs) in product(BACKENDS[device.type], ROUNDS.items()):
         inputs = example(size, length, device)
         before, after = hap.compare_latency([dense, pruned], inputs, runs, warmup=2, backend=backend)

@@ -10,7 +10,7 @@ from typing import Any
 from hap.errors import HapError
 from hap.workflow.results import read_records
 from hap_reproduction.glue import head_costs, head_latency
-from hap_reproduction.glue.campaign import FORMAT, KIND
+from hap_reproduction.glue.job import FORMAT, KIND
 
 Record = dict[str, Any]
 
@@ -25,11 +25,15 @@ CLAIMED = (0.6, 0.5, 0.4)
 NETWORKS = ("dense", "pruned")
 FIELDS = ("metrics", "metrics_before_tuning")
 NAMES = {
-    "hessian": "Hessian trace (HAP)", "hessian-deflated": "Hessian trace, less noise",
-    "narrow": "Hessian trace, narrow heads, same FLOPs", "gauss-newton": "Gauss-Newton trace",
-    "gradient": "gradient, per layer (Michel)", "gradient-raw": "gradient, not per layer",
-    "magnitude": "magnitude", "random": "random",
-}  # fmt: skip
+    "hessian": "Hessian trace (HAP)",
+    "hessian-deflated": "Hessian trace, less noise",
+    "narrow": "Hessian trace, narrow heads, same FLOPs",
+    "gauss-newton": "Gauss-Newton trace",
+    "gradient": "gradient, per layer (Michel)",
+    "gradient-raw": "gradient, not per layer",
+    "magnitude": "magnitude",
+    "random": "random",
+}
 
 
 def render(folder: str | Path) -> str:
@@ -161,9 +165,11 @@ def _values(records: Sequence[Record], criterion: str, share: float, field: str 
     """The score of each seed."""
     return {
         r["seed"]: 100 * (b.get(field) or b["metrics"])["score"]
-        for r in records if r["criterion"] == criterion
-        for b in r["budgets"] if b["heads"] == share
-    }  # fmt: skip
+        for r in records
+        if r["criterion"] == criterion
+        for b in r["budgets"]
+        if b["heads"] == share
+    }
 
 
 def _mean(values: dict[int, float]) -> str:
@@ -187,8 +193,9 @@ def _verdict(records: Sequence[Record], shares: Sequence[float]) -> str:
     gaps = {share: _gaps(records, share) for share in shares if share < 1}
     parts = [
         f"{share:.0%}: {_mean(found)} ({', '.join(f'{g:+.2f}' for g in found.values())})"
-        for share, found in gaps.items() if found
-    ]  # fmt: skip
+        for share, found in gaps.items()
+        if found
+    ]
     return f"Hessian minus gradient, points (seed by seed): {'; '.join(parts)}. {_claim(_lead(records))}"
 
 
@@ -221,13 +228,16 @@ def _costs(found: Sequence[Record]) -> list[str]:
         dense, plain, where = record["dense"], record["plain"], _machine(record)
         rows = [
             [
-                NAMES[r["criterion"]], str(r["batch"]), f"{r['seconds']:.2f}", f"{r['of_an_epoch']:.2f}",
+                NAMES[r["criterion"]],
+                str(r["batch"]),
+                f"{r['seconds']:.2f}",
+                f"{r['of_an_epoch']:.2f}",
                 f"{r['of_a_plain_epoch']:.2f}",
                 f"{r['peak_memory'] / 2**30:.2f}" if r["peak_memory"] else "-",
                 f"{r['of_a_step']:.2f}" if r["of_a_step"] else "-",
             ]
             for r in record["rows"]
-        ]  # fmt: skip
+        ]
         step = f", its largest {plain['step_memory'] / 2**30:.2f} GiB" if plain["step_memory"] else ""
         lines += [
             f"On {where}, {record['rows'][0]['examples']} texts of {record['task']}; one epoch of fine-tuning took "

@@ -144,8 +144,12 @@ class _Run:
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": tuning.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=torch.tensor(tuning.lr, device=device), betas=(0.9, 0.98), eps=1e-6, fused=cuda or None, capturable=cuda,
-        )  # fmt: skip
+            lr=torch.tensor(tuning.lr, device=device),
+            betas=(0.9, 0.98),
+            eps=1e-6,
+            fused=cuda or None,
+            capturable=cuda,
+        )
         self.loss_sum = torch.zeros((), device=device)
         self.count = 0
         self.noted: list[tuple[Tensor, int]] = []

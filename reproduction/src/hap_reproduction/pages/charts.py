@@ -61,12 +61,21 @@ def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _line(axis: Any, rows: Sequence[Row], kind: str, colour: str, name: str, marker: str) -> None:
     ordered = sorted(rows, key=lambda row: row.share(kind))
-    axis.plot([r.share(kind) for r in ordered], [r.mean for r in ordered], f"{marker}-", color=colour, ms=6, lw=1.4,
-              mec="none", label=name)  # fmt: skip
+    axis.plot(
+        [r.share(kind) for r in ordered],
+        [r.mean for r in ordered],
+        f"{marker}-",
+        color=colour,
+        ms=6,
+        lw=1.4,
+        mec="none",
+        label=name,
+    )
     for row in ordered:
         if len(row.records) > 1:
-            axis.plot([row.share(kind)] * len(row.records), row.accuracies, "o", color=colour, ms=3.5, alpha=0.5,
-                      mec="none")  # fmt: skip
+            axis.plot(
+                [row.share(kind)] * len(row.records), row.accuracies, "o", color=colour, ms=3.5, alpha=0.5, mec="none"
+            )
 
 
 def _label(axis: Any, x: str, title: str) -> None:

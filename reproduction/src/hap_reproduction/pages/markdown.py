@@ -80,8 +80,10 @@ def unrun(rows: Sequence[Row]) -> str:
     for row in rows:
         kind, percent = row.budget
         found.setdefault((row.label, kind), []).append(percent)
-    parts = [f"{name} at {', '.join(f'{p:g}' for p in percents)}% of the {in_words(kind)}"
-             for (name, kind), percents in found.items()]  # fmt: skip
+    parts = [
+        f"{name} at {', '.join(f'{p:g}' for p in percents)}% of the {in_words(kind)}"
+        for (name, kind), percents in found.items()
+    ]
     return f"{NOT_RUN.capitalize()}: {'; '.join(parts)}."
 
 

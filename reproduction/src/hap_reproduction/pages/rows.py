@@ -10,13 +10,20 @@ from typing import Any
 
 from hap.models.pretrained import RUN_AGAIN
 from hap.utils.atomic_files import read_record
-from hap_reproduction.cifar10.campaign import Job
+from hap_reproduction.cifar10.job import Job
 from hap_reproduction.cifar10.jobs import LONG
 from hap_reproduction.cifar10.starting import IMAGES, BorrowedStep, EigenStep
 
 Record = Mapping[str, Any]
-CRITERIA = {"hessian": "HAP", "magnitude": "Magnitude", "random": "Random", "reversed-hessian": "Reversed HAP",
-            "bn-scale": "BN scale (slimming)", "l1": "L1 norm", "gate-curvature": "Gate curvature"}  # fmt: skip
+CRITERIA = {
+    "hessian": "HAP",
+    "magnitude": "Magnitude",
+    "random": "Random",
+    "reversed-hessian": "Reversed HAP",
+    "bn-scale": "BN scale (slimming)",
+    "l1": "L1 norm",
+    "gate-curvature": "Gate curvature",
+}
 NEEDED = {
     "sensitivity-layers": ("criterion", "layers", "flops"),
     "sensitivity-probes": ("probes", "images", "channels"),
@@ -32,8 +39,23 @@ PROTOCOLS = ("paper", "best", "short")
 BORROWED = {"magnitude": "group magnitude", "taylor": "Taylor", "bn-scale": "BN scale"}
 
 
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 15: 2.131,
-        20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}  # fmt: skip
+T_95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+    15: 2.131,
+    20: 2.086,
+    30: 2.042,
+    60: 2.000,
+    120: 1.980,
+}
 """By degrees of freedom, how many standard errors to either side hold 95% of Student's t."""
 
 

@@ -29,8 +29,10 @@ def by_stage(records: Mapping[str, Record]) -> str:
     record = records[REMOVAL]
     rows = {row["criterion"]: row for row in record["rows"]}
     measured = record["measured"]["own"]
-    told = {name: ", ".join(f"{rows[name]['predicted'][stage] / rise:.2f}" for stage, rise in measured.items())
-            for name in ("hessian", "gate-curvature")}  # fmt: skip
+    told = {
+        name: ", ".join(f"{rows[name]['predicted'][stage] / rise:.2f}" for stage, rise in measured.items())
+        for name in ("hessian", "gate-curvature")
+    }
     return f"""Is sensitivity really lowest in late layers? Every channel of the dense network was taken out alone, and
 the rises of the loss, with labels as the dense network sees them, were added up over {", ".join(measured)}. Of these,
 equation 6 says {told["hessian"]}: it is not out by the same factor everywhere. The curvature of a gate on

@@ -33,15 +33,27 @@ _BASE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 _WORDS = _BASE | {"vocab_size": 96, "max_position_embeddings": 64}
 _GROUPED = _WORDS | {"num_key_value_heads": 2}
 _PAIR = {
-    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 96, "max_position_embeddings": 64,
-}  # fmt: skip
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
 _PATCHES = _BASE | {"image_size": 64, "patch_size": 16}
 _STAGES = {"image_size": 64, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 _WAVES = _BASE | {
-    "conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2, "vocab_size": 96,
-    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
-}  # fmt: skip
+    "conv_dim": (32, 32),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "vocab_size": 96,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}
 _DECODING = _text(use_cache=False)
 
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
@@ -165,8 +177,11 @@ _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, 
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 _FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 _PYRAMID = {
-    "image_size": 64, "hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4],
-}  # fmt: skip
+    "image_size": 64,
+    "hidden_sizes": [16, 32, 48, 64],
+    "depths": [1, 1, 1, 1],
+    "num_attention_heads": [1, 2, 3, 4],
+}
 _PADDED = _GROUPED | {"pad_token_id": 0}
 
 
@@ -183,12 +198,20 @@ HUGGING_FACE |= {
     ),
     "deberta_v3": (
         "DebertaV2ForSequenceClassification",
-        _WORDS | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
-                  "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
+        _WORDS
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True,
+            "position_buckets": 16,
+            "norm_rel_ebd": "layer_norm",
+        },
         _text(),
     ),
     "esm": (
-        "EsmForSequenceClassification", _WORDS | {"pad_token_id": 1, "position_embedding_type": "rotary"}, _text(),
+        "EsmForSequenceClassification",
+        _WORDS | {"pad_token_id": 1, "position_embedding_type": "rotary"},
+        _text(),
     ),
     "funnel": (
         "FunnelForSequenceClassification",
@@ -207,8 +230,11 @@ HUGGING_FACE |= {
     "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT, _DECODING),
     "gptj": ("GPTJForCausalLM", _GPT | {"rotary_dim": 8}, _DECODING),
     "granite": ("GraniteForCausalLM", _GROUPED, _DECODING),
-    "mpt": ("MptForCausalLM", {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64},
-            _DECODING),
+    "mpt": (
+        "MptForCausalLM",
+        {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64},
+        _DECODING,
+    ),
     "olmo2": ("Olmo2ForCausalLM", _PADDED, _DECODING),
     "openai_gpt": ("OpenAIGPTLMHeadModel", _GPT, _text()),
     "phi3": ("Phi3ForCausalLM", _PADDED, _DECODING),
@@ -217,9 +243,17 @@ HUGGING_FACE |= {
     "mbart": ("MBartForConditionalGeneration", _PAIR, _translation),
     "prophetnet": (
         "ProphetNetForConditionalGeneration",
-        {"hidden_size": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_encoder_layers": 1,
-         "num_decoder_layers": 1, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "vocab_size": 96,
-         "max_position_embeddings": 64},
+        {
+            "hidden_size": 64,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "num_encoder_layers": 1,
+            "num_decoder_layers": 1,
+            "num_encoder_attention_heads": 4,
+            "num_decoder_attention_heads": 4,
+            "vocab_size": 96,
+            "max_position_embeddings": 64,
+        },
         _translation,
     ),
     "t5_encoder": ("T5EncoderModel", _T5 | {"num_layers": 3}, _text()),
@@ -229,14 +263,27 @@ HUGGING_FACE |= {
     "dinov3": ("DINOv3ViTModel", _PATCHES, _image()),
     "hiera": (
         "HieraForImageClassification",
-        {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1], "num_heads": [1, 2, 4],
-         "masked_unit_size": [4, 4], "num_layers": 3, "query_stride": [2, 2], "num_query_pool": 2},
+        {
+            "image_size": [64, 64],
+            "embed_dim": 16,
+            "depths": [1, 1, 1],
+            "num_heads": [1, 2, 4],
+            "masked_unit_size": [4, 4],
+            "num_layers": 3,
+            "query_stride": [2, 2],
+            "num_query_pool": 2,
+        },
         _image(),
     ),
     "levit": (
         "LevitForImageClassification",
-        {"image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1],
-         "key_dim": [8, 8, 8]},
+        {
+            "image_size": 64,
+            "hidden_sizes": [32, 48, 64],
+            "num_attention_heads": [2, 3, 4],
+            "depths": [1, 1, 1],
+            "key_dim": [8, 8, 8],
+        },
         _image(),
     ),
     "mobilevit": (
@@ -249,4 +296,4 @@ HUGGING_FACE |= {
     "timesformer": ("TimesformerForVideoClassification", _PATCHES | {"num_frames": 2}, _video),
     "videomae": ("VideoMAEForVideoClassification", _PATCHES | {"num_frames": 2}, _video),
     "wav2vec2_conformer": ("Wav2Vec2ConformerForCTC", _WAVES | {"position_embeddings_type": "relative"}, _sound),
-}  # fmt: skip
+}

@@ -143,5 +143,8 @@ def _hugging_face(name: str) -> tuple[nn.Module, Any]:
 
 
 FAMILIES: dict[str, Callable[[str], tuple[nn.Module, Any]]] = {
-    "hap": _ours, "tv": _torchvision, "timm": _timm, "hf": _hugging_face,
-}  # fmt: skip
+    "hap": _ours,
+    "tv": _torchvision,
+    "timm": _timm,
+    "hf": _hugging_face,
+}

@@ -94,10 +94,15 @@ def _pruned(spec: str, flops: float, limit: float, first: bool = True) -> tuple[
             clock("apply", lambda: hap.apply_(subject, plan, example=inputs))
         count = hap.cost(subject, inputs)
         record |= {
-            "verified": True, "groups": len(groups), "units": groups.units, "exact": plan.exact,
-            "params": [plan.before.params, plan.after.params], "macs": [plan.before.macs, plan.after.macs],
-            "counted": [count.params, count.macs], "frozen": [f"{f.what}: {f.why}" for f in groups.frozen][:20],
-        }  # fmt: skip
+            "verified": True,
+            "groups": len(groups),
+            "units": groups.units,
+            "exact": plan.exact,
+            "params": [plan.before.params, plan.after.params],
+            "macs": [plan.before.macs, plan.after.macs],
+            "counted": [count.params, count.macs],
+            "frozen": [f"{f.what}: {f.why}" for f in groups.frozen][:20],
+        }
         if record["counted"] != [plan.after.params, plan.after.macs]:
             record |= {"verified": False, "why": "counted costs are not those planned"}
         if outline is not None and _outline(run(model, example)) != outline:
@@ -134,8 +139,9 @@ def _check_timed(inside: Clock) -> Iterator[None]:
         apply.verify_plan = check
 
 
-def _planned(model: nn.Module, example: Any, flops: float, clock: Clock, record: Record,
-             ways: Mapping[str, Way]) -> tuple[Any, Groups, Any]:  # fmt: skip
+def _planned(
+    model: nn.Module, example: Any, flops: float, clock: Clock, record: Record, ways: Mapping[str, Way]
+) -> tuple[Any, Groups, Any]:
     """The first way that reaches the budget: what is to be pruned, its groups and the plan. All ways count."""
     for how, trace in ways.items():
         record["how"] = how

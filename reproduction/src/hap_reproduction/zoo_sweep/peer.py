@@ -56,10 +56,14 @@ def _prune(model: nn.Module, example: Any, flops: float, steps: int, clock: Cloc
     pruner = clock(
         "trace",
         lambda: torch_pruning.pruner.BasePruner(
-            model, example, torch_pruning.importance.GroupMagnitudeImportance(p=2),
-            pruning_ratio=0.5, iterative_steps=steps, ignored_layers=_last_layers(model, example),
+            model,
+            example,
+            torch_pruning.importance.GroupMagnitudeImportance(p=2),
+            pruning_ratio=0.5,
+            iterative_steps=steps,
+            ignored_layers=_last_layers(model, example),
         ),
-    )  # fmt: skip
+    )
     after = before
     for done in range(1, steps + 1):
         clock("step", pruner.step)

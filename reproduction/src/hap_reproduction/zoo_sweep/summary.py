@@ -116,11 +116,12 @@ def _family(records: Sequence[Record]) -> Record:
     pruned = [r for r in beside if r[PEER]["verified"]]
     reached = sum(r[PEER]["macs"][1] <= r["flops"] * r[PEER]["macs"][0] for r in pruned)
     return {
-        "models": len(records), "verified": sum(r["verified"] for r in records),
+        "models": len(records),
+        "verified": sum(r["verified"] for r in records),
         "torch_pruning": {"models": len(beside), "verified": len(pruned), "reached": reached},
         "exported": {"models": sum(EXPORT in r for r in records), "equal": sum(equal(r) for r in records)}
         | {ending: sum(equal(r, [ending]) for r in records) for ending in ENDINGS},
-    }  # fmt: skip
+    }
 
 
 def _seconds(records: Sequence[Record], limit: float) -> Record:
@@ -153,8 +154,10 @@ def _of(some: int, total: int) -> str:
 def sentences(found: Record) -> list[str]:
     """Seconds, in words."""
     seconds, long = found["seconds"], found[f"above_{LONG}_seconds"]
-    said = [f"{seconds['all']['hap']:,.0f} s of pruning for {seconds['all']['models']} models; "
-            f"torch.export alone takes {seconds['torch_export_alone']:,.0f} s."]  # fmt: skip
+    said = [
+        f"{seconds['all']['hap']:,.0f} s of pruning for {seconds['all']['models']} models; "
+        f"torch.export alone takes {seconds['torch_export_alone']:,.0f} s."
+    ]
     for key, which in (("both", "that both were given"), ("both_verified", "that both pruned")):
         if (of := seconds[key])["models"]:
             said.append(

@@ -34,9 +34,18 @@ ALONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREA
 virtual machine a new gigabyte may take seconds to get, more than all that is measured."""
 
 
-def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 1, seconds: float = 120,
-          memory: float = 16, retry: bool = False, again: bool = False, revision: str | None = None,
-          say: Callable[[str], None] = print) -> Record:  # fmt: skip
+def sweep(
+    specs: Sequence[str],
+    out: Path,
+    flops: float = 0.5,
+    processes: int = 1,
+    seconds: float = 120,
+    memory: float = 16,
+    retry: bool = False,
+    again: bool = False,
+    revision: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Record:
     """Measure every model in a process of its own, and torch-pruning on each in another, where that is installed.
 
     They start in the order given, so the slowest should come first. What is in `out` already is not done again; with
@@ -80,8 +89,14 @@ def sweep(specs: Sequence[str], out: Path, flops: float = 0.5, processes: int = 
     return write()
 
 
-async def _all(jobs: Iterable[Job], flops: float, seconds: float, memory: float, processes: int,
-               done: Callable[[Job, Record], None]) -> None:  # fmt: skip
+async def _all(
+    jobs: Iterable[Job],
+    flops: float,
+    seconds: float,
+    memory: float,
+    processes: int,
+    done: Callable[[Job, Record], None],
+) -> None:
     """Hand out the jobs in turn to so many processes. Ctrl-C cancels this, and every process is killed."""
     waiting = iter(jobs)
 
@@ -141,10 +156,20 @@ class Worker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-W", "ignore", "-X", "faulthandler", "-m", "hap_reproduction.zoo_sweep.worker",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self.errors,
-            env=os.environ | ALONE, start_new_session=True, limit=2**24,
-        )  # fmt: skip
+            sys.executable,
+            "-W",
+            "ignore",
+            "-X",
+            "faulthandler",
+            "-m",
+            "hap_reproduction.zoo_sweep.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self.errors,
+            env=os.environ | ALONE,
+            start_new_session=True,
+            limit=2**24,
+        )
 
     def _said(self) -> list[str]:
         """The lines that the process wrote to its standard error since it was asked last."""
