@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import hap
+from hap.cli.plugins import how_to_install
 from hap.cli.screen import error_line
 from hap.cli.wording import in_words_of
 from hap.errors import HapError
@@ -27,6 +28,11 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as error:
             error_line("interrupted: nothing was written; the same command starts again")
             raise typer.Exit(130) from error
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None and (advice := how_to_install(args[0])):
+            raise HapError(advice)
+        return super().resolve_command(ctx, args)
 
 
 TOGETHER = ("train", "score", "prune", "finetune", "eval")
