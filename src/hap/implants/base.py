@@ -82,7 +82,7 @@ class ChannelImplant(Implant):
             for producer in group.producers:
                 shape = groups.shapes[producer.weight]
                 if math.prod(shape[2:]) > 1:
-                    able = producer.weight in groups.sites
+                    able = producer.weight in groups.conv_geometry
                     (some if able else bad)[groups.axes[producer.weight, producer.dim]] = True
         some[0] = False
         return some & ~bad

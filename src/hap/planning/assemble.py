@@ -70,16 +70,26 @@ def assemble(
     cost = cost or CostModel(groups, implant)
     nothing = np.zeros_like(kept)
     gone = set(np.flatnonzero(~live).tolist())
-    turns = tuple(s for s in groups.spaces if grafted[groups[s.group].classes[s.unit]])
+    turns = tuple(s for s in groups.head_spaces if grafted[groups[s.group].classes[s.unit]])
     return Plan(
-        kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
-        cuts=tuple(cuts), grafts=tuple(grafts),
-        widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)),
+        kept=lists[0],
+        implanted=lists[1],
+        removed=lists[2],
+        coupling=groups.coupling,
+        cuts=tuple(cuts),
+        grafts=tuple(grafts),
+        widenings=tuple(_widenings(groups, live, sorting)),
+        resizes=tuple(_resizes(groups, live)),
         implant=implant if grafts or turns else None,
-        before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
-        exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
-        turns=turns, masks=not ((groups.spanned | groups.renormed) & gone), untouched=untouched_in_words(groups),
-    )  # fmt: skip
+        before=cost(groups.all_kept(), nothing),
+        after=cost(kept, grafted),
+        exact=not groups.traits.spanned & gone,
+        example=groups.example,
+        narrowings=tuple(_narrowings(groups, live)),
+        turns=turns,
+        masks=not (groups.traits.spanned | groups.traits.padded_in_norms) & gone,
+        untouched=untouched_in_words(groups),
+    )
 
 
 class _Sorting:
@@ -133,7 +143,7 @@ def _grafts(
 ) -> tuple[list[ImplantStep], dict[str, Ints]]:
     """The implants, and the rows that stay in each weight and bias that gets one."""
     grafts, rows_left = [], {}
-    for weight, site in groups.sites.items():
+    for weight, site in groups.conv_geometry.items():
         rows = order[weight, 0]
         late = grafted[groups.axes[weight, 0][rows]]
         if late.any() and site.area > 1:
@@ -146,13 +156,13 @@ def _grafts(
 
 
 def _resizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
-    for length in groups.lengths:
+    for length in groups.rewiring.size_attributes:
         if (count := int(live[length.classes].sum())) < len(length.classes):
             yield SetSizeStep(length.module, length.attribute, count // length.per, length.entry)
 
 
 def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
-    for item in groups.narrowings:
+    for item in groups.rewiring.input_selections:
         given = item.classes if item.among is None else item.classes[live[item.among]]
         index = np.flatnonzero(live[given])
         if len(index) < len(given):
@@ -162,7 +172,7 @@ def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
-    for scatter in groups.scatters:
+    for scatter in groups.rewiring.output_scatters:
         narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)

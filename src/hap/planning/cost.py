@@ -88,7 +88,8 @@ class CostModel:
         self._starts = np.cumsum([1, *map(len, different.values())])[:-1]
         self._slot = {key: i for i, key in enumerate(keys)}
         self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
-        self._multiplied, self._written = (self._per_class(x) for x in (groups.products, groups.written))
+        self._multiplied = self._per_class(groups.costs.activation_macs)
+        self._written = self._per_class(groups.costs.written_values)
         uncut = [[s for d, s in enumerate(shape) if (n, d) not in groups.axes] for n, shape in groups.shapes.items()]
         self._fixed = np.array([np.prod(sizes, dtype=np.int64) for sizes in uncut], dtype=np.int64)
         axes_of: dict[str, list[int]] = {name: [len(keys)] for name in groups.shapes}  # where _sizes puts a 1
@@ -99,9 +100,9 @@ class CostModel:
         row = {name: i for i, name in enumerate(groups.shapes)}
         self._trainable = np.array([row[n] for n in groups.trainable], dtype=np.int64)
         self._positions = np.zeros(len(row), dtype=np.int64)  # of each element of a tensor that layers multiply whole
-        for term in groups.terms:
+        for term in groups.costs.weight_macs:
             self._positions[row[term.weight]] += term.positions if term.part is None else 0
-        self._parts = [term for term in groups.terms if term.part is not None]
+        self._parts = [term for term in groups.costs.weight_macs if term.part is not None]
 
     def __call__(self, kept: Bools, grafted: Bools) -> Cost:
         """`kept` and `grafted` mark classes; a grafted class is also kept."""
@@ -109,7 +110,7 @@ class CostModel:
         lengths = self._lengths(live)
         sizes = self._sizes(lengths)
         params = int(sizes[self._trainable].sum())
-        total = self.groups.fixed_macs + int(self._positions @ sizes)
+        total = self.groups.costs.fixed_macs + int(self._positions @ sizes)
         total += sum(term.positions * self._part(term, live) for term in self._parts)
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
@@ -148,7 +149,7 @@ class CostModel:
         """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
         params = macs = written = 0
         assert isinstance(self.implant, ChannelImplant)
-        for weight, site in self.groups.sites.items():
+        for weight, site in self.groups.conv_geometry.items():
             rows = int(grafted[self._slot[weight, 0]])
             if rows and site.area > 1:
                 inputs = int(lengths[self._slot[weight, 1]])

@@ -36,8 +36,8 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     if budget.latency is not None:
         raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
                        "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
-    if budget.flops is not None and groups.uncounted:
-        names = ", ".join(groups.uncounted)
+    if budget.flops is not None and groups.costs.uncounted:
+        names = ", ".join(groups.costs.uncounted)
         warnings.warn(f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share "
                       "that is really left may be another", stacklevel=2)  # fmt: skip
     mixtures = _mixtures(len(budget.given)) if per_cost else [None]

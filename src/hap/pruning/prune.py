@@ -118,8 +118,8 @@ def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str]
         stacklevel=3,
     )
     curved = groups.curved or "what happens between the parts is not known"
-    untouched = {**_outside(view, groups), **_single(view, groups), **groups.untouched}
-    return replace(groups, curved=curved, example=describe(example), untouched=untouched), view
+    untouched = {**_outside(view, groups), **_single(view, groups), **groups.unprunable}
+    return replace(groups, curved=curved, example=describe(example), unprunable=untouched), view
 
 
 def _outside(view: Parts, groups: Groups) -> dict[str, Frozen]:
@@ -133,7 +133,7 @@ def _single(view: Parts, groups: Groups) -> dict[str, Frozen]:
     """The weights of layers that are parts by themselves: what they read and what they compute is kept."""
     layers = {name for name in view.names if not [*view.get_submodule(name).children()]}
     cut = {weight for (weight, _), classes in groups.axes.items() if classes.any()}
-    weights = {term.weight: term.weight.rpartition(".")[0] for term in groups.terms}
+    weights = {term.weight: term.weight.rpartition(".")[0] for term in groups.costs.weight_macs}
     return {w: Frozen(layer, SINGLE) for w, layer in weights.items() if layer in layers and w not in cut}
 
 
