@@ -82,6 +82,11 @@ class ConvGeometry:
     def area(self) -> int:
         return math.prod(self.kernel)
 
+    @property
+    def positions(self) -> int:
+        """How many positions of the output there are, over the batch."""
+        return self.batch * math.prod(self.out_size)
+
 
 @dataclass(frozen=True)
 class SizeAttribute:

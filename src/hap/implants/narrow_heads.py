@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ class NarrowHeads(Implant):
     """
 
     rank: float = 0.5
+
+    needs_head_spaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

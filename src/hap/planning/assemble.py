@@ -8,9 +8,9 @@ import numpy as np
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Group, Ints
+from hap.groups.types import Bools, ConvGeometry, Group, Ints
 from hap.groups.unprunable_summary import untouched_in_words
-from hap.implants import ChannelImplant, Implant
+from hap.implants import Implant
 from hap.planning.cost import CostModel
 from hap.planning.plan import Cut, ImplantStep, Indices, InputSelectionStep, OutputScatterStep, Plan, SetSizeStep
 
@@ -59,9 +59,10 @@ def assemble(
         n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
     }
     lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
-    sorting = _Sorting(groups, grafted if isinstance(implant, ChannelImplant) else np.zeros_like(grafted))
+    layers = {} if implant is None else implant.layers(groups)
+    sorting = _Sorting(groups, grafted if layers else np.zeros_like(grafted))
     order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
-    grafts, rows_left = _grafts(groups, grafted, order)
+    grafts, rows_left = _implants(groups, layers, grafted, order)
     cuts = []
     for key, classes in groups.axes.items():
         keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
@@ -138,20 +139,20 @@ def _in_blocks(group: Group, classes: Ints) -> bool:
     return True
 
 
-def _grafts(
-    groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]
+def _implants(
+    groups: Groups, layers: Mapping[str, ConvGeometry], grafted: Bools, order: Mapping[tuple[str, int], Ints]
 ) -> tuple[list[ImplantStep], dict[str, Ints]]:
     """The implants, and the rows that stay in each weight and bias that gets one."""
     grafts, rows_left = [], {}
-    for weight, site in groups.conv_geometry.items():
+    for weight, geometry in layers.items():
         rows = order[weight, 0]
         late = grafted[groups.axes[weight, 0][rows]]
-        if late.any() and site.area > 1:
+        if late.any():
             mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
             natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
-            grafts.append(ImplantStep(site.module, weight, tuple(rows[late].tolist()), natural))
+            grafts.append(ImplantStep(geometry.module, weight, tuple(rows[late].tolist()), natural))
             rows_left[weight] = rows[~late]
-            rows_left[f"{site.module}.bias" if site.module else "bias"] = rows[~late]
+            rows_left[f"{geometry.module}.bias" if geometry.module else "bias"] = rows[~late]
     return grafts, rows_left
 
 

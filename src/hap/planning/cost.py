@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hap.execution.calling import call_arguments, call_with, copied, eval_mode
 from hap.groups.groups import Groups
 from hap.groups.types import ActivationMacs, Bools, Ints, WeightMacs
-from hap.implants import ChannelImplant, Implant
+from hap.implants import Implant
 from hap.planning.mac_counter import Counter
 
 
@@ -80,6 +80,7 @@ class CostModel:
 
     def __init__(self, groups: Groups, implant: Implant | None = None):
         self.groups, self.implant = groups, implant
+        self._implantable = {} if implant is None else implant.layers(groups)
         keys = list(groups.axes)
         different = {axis.tobytes(): axis for axis in groups.axes.values()}  # most are those of several tensors
         place = {key: i for i, key in enumerate(different)}
@@ -114,7 +115,7 @@ class CostModel:
         total += sum(term.positions * self._part(term, live) for term in self._parts)
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
-        if isinstance(self.implant, ChannelImplant) and grafted.any():
+        if self._implantable and grafted.any():
             more_params, more_macs, more_written = self._implants(self._lengths(grafted), lengths)
             params, total, written = params + more_params, total + more_macs, written + more_written
         return Cost(params, total, int(live[self._units].sum()), written)
@@ -145,16 +146,16 @@ class CostModel:
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)[self._which]
 
-    def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int, int]:
+    def _implants(self, implanted: Any, lengths: Any) -> tuple[int, int, int]:
         """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
-        params = macs = written = 0
-        assert isinstance(self.implant, ChannelImplant)
-        for weight, site in self.groups.conv_geometry.items():
-            rows = int(grafted[self._slot[weight, 0]])
-            if rows and site.area > 1:
+        assert self.implant is not None
+        params = macs = values = 0
+        for weight, geometry in self._implantable.items():
+            if rows := int(implanted[self._slot[weight, 0]]):
                 inputs = int(lengths[self._slot[weight, 1]])
-                replaced = rows * inputs * site.area
-                params += self.implant.params(site, inputs, rows) - replaced
-                macs += self.implant.macs(site, inputs, rows) - replaced * site.batch * int(np.prod(site.out_size))
-                written += self.implant.inner(site, inputs, rows)
-        return params, macs, written
+                replaced = rows * inputs * geometry.area
+                own_params, own_macs, own_values = self.implant.cost(geometry, inputs, rows)
+                params += own_params - replaced
+                macs += own_macs - replaced * geometry.positions
+                values += own_values
+        return params, macs, values

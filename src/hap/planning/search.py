@@ -82,8 +82,8 @@ class _Search:
         left = np.array(list(budget.given.values()))
         self.target = np.floor(left * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
         self.scores = self.rank = np.concatenate([values[n] for n in names])
-        if implant is not None and implant.blind:
-            self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
+        if implant is not None:
+            self.rank = implant.ranking(self.scores)
         if mixture is not None:
             saved = self._saved(mixture)
             self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)

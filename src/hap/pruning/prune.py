@@ -18,7 +18,7 @@ from hap.graph.partition import Parts, captured_parts, view_where_it_chooses
 from hap.groups.groups import Groups
 from hap.groups.types import Frozen
 from hap.groups.unprunable_summary import layer_of, nothing_in_words, share_untouched
-from hap.implants import Implant, NarrowHeads, as_implant
+from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
 from hap.planning.plan import Plan
 from hap.planning.search import plan
@@ -72,7 +72,7 @@ def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None,
             check_finite(model)
             raise HapError(_nothing(groups, view) + _hint(model, example, view))
         implant = as_implant(implant)
-        if isinstance(implant, NarrowHeads):
+        if implant is not None and implant.needs_head_spaces:
             groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
         scores = score(model, groups, batches, loss, criterion)
         if budget.latency is None:

@@ -138,3 +138,8 @@ def attach_implant(module: Any, implant: ImplantModule, graft: ImplantStep) -> N
     implant.register_buffer("order", order, persistent=False)
     module.add_module("implant", implant)
     module.register_forward_hook(_with_implant)
+
+
+def has_additions(model: nn.Module) -> bool:
+    """Whether a plan added modules to this model."""
+    return any(isinstance(m, ImplantModule | Stream | Part) for m in model.modules())
