@@ -144,6 +144,11 @@ class HeadSlice:
     width: int
     bias: str | None = None
 
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The axes of tensors that it is a part of."""
+        return [(self.weight, self.dim), *([(self.bias, 0)] if self.bias else [])]
+
 
 @dataclass(frozen=True)
 class HeadSpace:

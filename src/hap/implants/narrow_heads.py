@@ -58,8 +58,8 @@ class NarrowHeads(Implant):
             head = groups[space.group].classes[space.unit]
             tail = tails[np.searchsorted(heads, head), 1]
             for part in (*space.left, *space.right):
-                for name, dim in [(part.weight, part.dim), *([(part.bias, 0)] if part.bias else [])]:
-                    axes[name, dim][part.start + self.width(space) : part.start + part.width] = tail
+                for axis in part.axes:
+                    axes[axis][part.start + self.width(space) : part.start + part.width] = tail
         changed = list(_changed(groups, axes))
         return replace(
             groups,

@@ -12,7 +12,8 @@ from hap.groups.types import Bools, ConvGeometry, Group, Ints
 from hap.groups.unprunable_summary import untouched_in_words
 from hap.implants import Implant
 from hap.planning.cost import CostModel
-from hap.planning.plan import Cut, ImplantStep, Indices, InputSelectionStep, OutputScatterStep, Plan, SetSizeStep
+from hap.planning.plan import Indices, Plan
+from hap.planning.steps import Cut, ImplantStep, InputSelectionStep, OutputScatterStep, SetSizeStep
 
 
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,

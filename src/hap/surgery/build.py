@@ -7,13 +7,12 @@ from torch import Tensor, nn
 from hap.groups.types import ConvGeometry
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
-from hap.surgery.checks import check_fits
 from hap.surgery.cut import carry_out_, cut_tensors
 
 
 def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
     """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
-    check_fits(model, plan)
+    plan.check_fits(model)
     carry_out_(model, plan, build_implants(model, plan), cut_tensors(model, plan))
     return model
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.implants import ImplantModule
-from hap.planning.plan import ImplantStep, InputSelectionStep, OutputScatterStep
+from hap.planning.steps import ImplantStep, InputSelectionStep, OutputScatterStep
 from hap.surgery.scatter_in_forward import spread_inside
 
 
