@@ -66,8 +66,8 @@ def alive(groups: Groups, removed: Mapping[str, Sequence[int]]) -> set[int]:
     for name, group in groups.items():
         gone = set(removed[name])
         left |= {int(c) for u, c in enumerate(group.classes) if u not in gone}
-    for _ in groups.scatters:
-        for scatter in groups.scatters:
+    for _ in groups.rewiring.output_scatters:
+        for scatter in groups.rewiring.output_scatters:
             pairs = zip(scatter.narrow.tolist(), scatter.wide.tolist(), strict=True)
             left |= {w for n, w in pairs if n in left}
     return left
@@ -89,7 +89,7 @@ def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Modul
     for graft in plan.grafts:
         inputs = keep.get(graft.weight, slice(None))
         modules[graft.module].register_forward_hook(_grafted(list(graft.rows), inputs, grown[graft.module].implant))
-    for scatter in groups.scatters:
+    for scatter in groups.rewiring.output_scatters:
         dead = [i for i, c in enumerate(scatter.narrow.tolist()) if c not in left]
         modules[scatter.module].register_forward_hook(_silenced(dead, scatter.dim))
     return run(dense, example)
@@ -97,13 +97,13 @@ def reference(model: nn.Module, groups: Groups, plan: hap.Plan, pruned: nn.Modul
 
 def _own_readers(groups: Groups) -> set[tuple[str, int]]:
     """Axes of weights that are used several times: the axis that computes units once may read them elsewhere."""
-    uses = Counter(term.weight for term in groups.terms)
+    uses = Counter(term.weight for term in groups.costs.weight_macs)
     return {(p.weight, p.dim) for g in groups.values() for p in g.producers if uses[p.weight] > 1}
 
 
 def _multiplied(groups: Groups, left: set[int]) -> dict[tuple[str, int], Tensor]:
     """Dead indices that meet other activations in a product, where they are computed: no weight reads a query."""
-    gone = {int(c) for product in groups.products for c in product.classes} - left
+    gone = {int(c) for product in groups.costs.activation_macs for c in product.classes} - left
     axes = {key: [i for i, c in enumerate(classes.tolist()) if c in gone] for key, classes in groups.axes.items()}
     return {key: torch.tensor(dead) for key, dead in axes.items() if dead}
 
@@ -132,8 +132,8 @@ def implantable(groups: Groups) -> dict[str, list[int]]:
     found = {}
     for name, group in groups.items():
         large = [p for p in group.producers if int(np.prod(groups.shapes[p.weight][2:])) > 1]
-        able = [set(p.unit[p.unit >= 0].tolist()) for p in large if p.weight in groups.sites]
-        unable = [set(p.unit[p.unit >= 0].tolist()) for p in large if p.weight not in groups.sites]
+        able = [set(p.unit[p.unit >= 0].tolist()) for p in large if p.weight in groups.conv_geometry]
+        unable = [set(p.unit[p.unit >= 0].tolist()) for p in large if p.weight not in groups.conv_geometry]
         found[name] = sorted(set().union(*able) - set().union(*unable))
     return found
 

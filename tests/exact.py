@@ -116,7 +116,9 @@ def gate_curvature(model: nn.Module, groups: Groups, batches: Batches, loss: Los
     found = {}
     for name, group in groups.items():
         joined = [
-            s for s in groups.scatters if np.isin(s.narrow, group.classes).any() and not set(s.wide) <= set(alone)
+            s
+            for s in groups.rewiring.output_scatters
+            if np.isin(s.narrow, group.classes).any() and not set(s.wide) <= set(alone)
         ]
 
         def outputs(gates: Tensor, x: Tensor, group: Group = group, joined: list[OutputScatter] = joined) -> Tensor:

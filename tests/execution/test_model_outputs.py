@@ -91,7 +91,7 @@ def test_scores_costs_and_exports_of_a_model_that_returns_its_cache(tmp_path: Pa
 def test_heads_that_one_token_does_not_tell_apart_are_noticed_in_dataclasses_too() -> None:
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="does not show how q is split into heads"):
-        assert hap.trace(Decoder(Answer), torch.randn(3, 1, 16)).padded
+        assert hap.trace(Decoder(Answer), torch.randn(3, 1, 16)).traits.zero_padded
 
 
 def test_what_holds_no_tensors_is_refused_by_name() -> None:

@@ -48,7 +48,7 @@ def loses_two_heads(model: Masked) -> None:
     """And does on other inputs what the dense model does with zeros in their place."""
     dense, example = copy.deepcopy(model), inputs(4, 6)
     groups = hap.trace(model, example)
-    assert hap.heads(groups) == ["attention"] and not groups.padded
+    assert hap.heads(groups) == ["attention"] and not groups.traits.zero_padded
     hap.apply_(model, hap.draft(groups, {"attention": [0, 2]}), example)
     assert model.attention.num_heads == 2
     for head in (0, 2):

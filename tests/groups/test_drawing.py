@@ -26,7 +26,7 @@ def test_every_layer_and_every_group_is_drawn(coupling: str) -> None:
     drawing = groups.to_svg()
     texts = _texts(drawing)
     assert f"{groups.units} units in {len(groups)} groups, {coupling} coupling" in texts
-    assert {t.weight.removesuffix(".weight") for t in groups.terms} <= set(texts)
+    assert {t.weight.removesuffix(".weight") for t in groups.costs.weight_macs} <= set(texts)
     titles = [t.text or "" for t in ElementTree.fromstring(drawing).iter(f"{SVG}title")]
     assert sorted(t.partition(":")[0] for t in titles) == sorted(groups)
     dots = sum(len({p.weight for p in g.producers}) for g in groups.values())

@@ -49,7 +49,7 @@ def test_recurrent_layers_are_named_with_the_reason(recurrent: tuple[nn.Module, 
     sizes = {n: p.numel() for n, p in model.named_parameters()}
     expected = sum(v for n, v in sizes.items() if n.startswith(("recurrent", "first"))) / sum(sizes.values())
     groups = hap.trace(model, example)
-    assert groups.untouched.keys() == {n for n in sizes if n.startswith(("recurrent", "first"))}
+    assert groups.unprunable.keys() == {n for n in sizes if n.startswith(("recurrent", "first"))}
     assert share_untouched(groups) == pytest.approx(expected)
     plan, said = said_by(model, example, params=0.95)
     assert len(said) == 1 and re.match(SAID, said[0])
@@ -86,7 +86,7 @@ class Block(nn.Module):
 def test_what_reads_an_input_and_computes_an_output_is_not_mentioned() -> None:
     """Its inputs go with a depthwise convolution of the image, which is never cut, and its classes stay."""
     model = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.ReLU(), nn.Conv2d(3, 90, 1))
-    assert hap.trace(model.eval(), torch.randn(1, 3, 8, 8)).untouched.keys() <= {"0.weight", "0.bias"}
+    assert hap.trace(model.eval(), torch.randn(1, 3, 8, 8)).unprunable.keys() <= {"0.weight", "0.bias"}
 
 
 class Decoder(nn.Module):
@@ -118,9 +118,9 @@ def test_ordinary_networks_are_quiet(name: str) -> None:
 def test_a_stream_that_was_asked_for_and_stays_is_mentioned() -> None:
     torch.manual_seed(0)
     model, example = Decoder().eval(), torch.randint(0, 500, (2, 6))
-    assert not hap.trace(model, example).untouched
-    assert "of.words.weight" in hap.trace(Running(model), example, stream=True).untouched
-    assert not hap.trace(Running(model), example).untouched
+    assert not hap.trace(model, example).unprunable
+    assert "of.words.weight" in hap.trace(Running(model), example, stream=True).unprunable
+    assert not hap.trace(Running(model), example).unprunable
 
 
 class Running(nn.Module):
@@ -148,7 +148,7 @@ def test_reasons_are_for_layers_that_hold_parameters() -> None:
             return out
 
     torch.manual_seed(0)
-    untouched = hap.trace(Own().eval(), torch.randn(3, 4)).untouched
+    untouched = hap.trace(Own().eval(), torch.randn(3, 4)).unprunable
     assert untouched.keys() == {"first.weight", "first.bias", "table"}
     assert untouched["table"] == Frozen("linalg_solve", "no rule for this operator")
 

@@ -27,7 +27,7 @@ from checks import (
     traced,
 )
 from hap.groups.groups import Groups
-from hap.planning.plan import Cut
+from hap.planning.steps import Cut
 from hap.surgery.cut import cut_tensors
 from hap.surgery.multihead_attention import FewerHeads
 
@@ -64,7 +64,7 @@ def test_ends_and_halves_of_each_group(name: str, coupling: str) -> None:
 def empties(groups: Groups, name: str, units: set[int]) -> bool:
     """Whether some layer would be left without outputs, or some split without a part."""
     gone = set(groups[name].classes[list(units)].tolist())
-    counted = any(set(length.classes.tolist()) <= gone for length in groups.lengths)
+    counted = any(set(length.classes.tolist()) <= gone for length in groups.rewiring.size_attributes)
     return counted or any(set(p.unit[p.unit >= 0].tolist()) <= units for p in groups[name].producers)
 
 

@@ -116,8 +116,8 @@ def test_rotary_embeddings_leave_values_and_outputs_alone(name: str) -> None:
     """Found by trying, not by name."""
     _, _, groups = _prepared(name)
     assert groups.units == LAYERS * (2 if name == "llama" else HEADS)
-    assert len(groups.spaces) == groups.units * (1 if name == "llama" else 2)
-    outputs = [s for s in groups.spaces if s.left[0].weight.endswith(f"{PLACES[name][4]}.weight")]
+    assert len(groups.head_spaces) == groups.units * (1 if name == "llama" else 2)
+    outputs = [s for s in groups.head_spaces if s.left[0].weight.endswith(f"{PLACES[name][4]}.weight")]
     assert len(outputs) == groups.units and {len(s.left) for s in outputs} == {2 if name == "llama" else 1}
 
 
@@ -274,8 +274,8 @@ def test_what_lies_between_decides(between: str, spaces: int) -> None:
     before = copy.deepcopy(model.state_dict())
     groups = hap.trace(model, x)
     found = hap.narrowable(model, groups, x)
-    assert hap.heads(groups) == ["q"] and len(found.spaces) == spaces
-    assert {len(s.left) for s in found.spaces} <= {2 if between == "groups" else 1}
+    assert hap.heads(groups) == ["q"] and len(found.head_spaces) == spaces
+    assert {len(s.left) for s in found.head_spaces} <= {2 if between == "groups" else 1}
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -318,7 +318,7 @@ def test_layers_that_are_used_twice_are_narrowed_for_both() -> None:
     torch.manual_seed(0)
     model, x = Twice().double().eval(), torch.randn(2, 5, 12, dtype=torch.float64)
     groups = hap.narrowable(model, hap.trace(model, x), x)
-    assert len(groups.spaces) == 8
+    assert len(groups.head_spaces) == 8
     plan = hap.draft(groups, {}, {"block.q": [1, 2]}, hap.NarrowHeads())
     assert hap.cost(hap.apply_(model, plan, x), x).macs == plan.after.macs < plan.before.macs
 
@@ -334,7 +334,7 @@ def test_layers_that_are_not_called_keep_the_width_of_their_heads() -> None:
 
     model, x = Block().eval(), torch.randn(2, 5, 16)
     groups = hap.trace(model, x)
-    assert len(hap.heads(groups)) == 1 and hap.narrowable(model, groups, x).spaces == ()
+    assert len(hap.heads(groups)) == 1 and hap.narrowable(model, groups, x).head_spaces == ()
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -123,7 +123,7 @@ def test_zeros_stand_in_behind_a_weight_that_is_handed_on(layer: Any) -> None:
     groups = hap.trace(model, x)
     names = hap.heads(groups)
     assert len(names) == 2 and all(len(groups[n]) == HEADS for n in names)
-    assert groups.padded == {c for n in names for c in groups[n].classes.tolist()}
+    assert groups.traits.zero_padded == {c for n in names for c in groups[n].classes.tolist()}
     pruned, plan = pruned_half(model, x)
     count = hap.cost(pruned, x)
     assert (count.params, count.macs) == (plan.after.params, plan.after.macs) and count.macs < plan.before.macs

@@ -62,7 +62,7 @@ def test_heads_of(what: str) -> None:
     groups = hap.trace(model, example)
     names = hap.heads(groups)
     assert [len(groups[n]) for n in names] == [units] * layers
-    assert sum(not groups.padded.isdisjoint(groups[n].classes.tolist()) for n in names) == padded
+    assert sum(groups.pads(n) for n in names) == padded
     _halve(model, example, hap.only(groups, names))
 
 
@@ -201,7 +201,7 @@ def drawn(model: nn.Module, scale: float = 1.0) -> tuple[nn.Module, Tensor]:
 def test_heads_go_from(layer: Attention, padded: int) -> None:
     model, x = drawn(nn.Sequential(layer, nn.Linear(8, 3)))
     groups = hap.trace(model, x)
-    assert hap.heads(groups) == ["0.qkv"] and len(groups["0.qkv"]) == 4 and len(groups.padded) == padded
+    assert hap.heads(groups) == ["0.qkv"] and len(groups["0.qkv"]) == 4 and len(groups.traits.zero_padded) == padded
     pruned, _ = _halve(model, x, hap.only(groups, ["0.qkv"]), 1e-10)
     assert pruned[0].out.weight.shape == (8, 4)
     assert pruned[0].qkv.weight.shape[0] == (8 if isinstance(layer, OneKey) else 12)
@@ -212,7 +212,7 @@ def test_a_head_that_zeros_stand_in_for_is_gone_for_good(tmp_path: Any) -> None:
     model, x = drawn(nn.Sequential(Attention(sloped), nn.Linear(8, 3)))
     groups = hap.trace(model, x)
     assert "zeros stand in for what goes" in str(groups)
-    assert not hap.narrowable(model, groups, x).spaces
+    assert not hap.narrowable(model, groups, x).head_spaces
     pruned, plan = _halve(model, x, hap.only(groups, ["0.qkv"]), 1e-10)
     hap.save(tmp_path / "pruned.safetensors", pruned, hap.Plan.from_json(plan.to_json()))
     again = hap.load(tmp_path / "pruned.safetensors", copy.deepcopy(model))
@@ -248,7 +248,7 @@ def test_heads_of_untrained_weights_keep_their_width() -> None:
 
     model, x = drawn(nn.Sequential(Counted(plain), nn.Linear(8, 3)), 1e-3)
     groups = hap.trace(model.float(), x.float())
-    assert [(length.module, length.attribute) for length in groups.lengths] == [("0", "heads")]
+    assert [(length.module, length.attribute) for length in groups.rewiring.size_attributes] == [("0", "heads")]
 
 
 def test_a_parameter_without_elements_is_no_obstacle() -> None:

@@ -40,7 +40,8 @@ def stubborn() -> tuple[nn.Module, Tensor]:
 def test_what_a_forward_counts_on_goes_from_its_graph() -> None:
     model, example = stubborn()
     in_place = hap.trace(model, example)
-    assert list(in_place) == ["qkv"] and in_place.padded == set(in_place["qkv"].classes.tolist())  # zeros stand in
+    assert list(in_place) == ["qkv"]
+    assert in_place.traits.zero_padded == set(in_place["qkv"].classes.tolist())  # zeros stand in
     graph, groups = hap.rewrite(model, example)
     assert {n: len(g) for n, g in groups.items()} == {"qkv": 4, "fc1": 6}
     assert gap(run(graph, example), run(model, example)) <= 1e-12

@@ -174,7 +174,7 @@ def test_structure_is_sound(name: str, coupling: str) -> None:
     groups = traced(name, coupling)
     units = [c for g in groups.values() for c in g.classes.tolist()]
     assert len(units) == len(set(units)) == groups.units and 0 not in units
-    streams = {int(w) for s in groups.scatters for w in s.wide}
+    streams = {int(w) for s in groups.rewiring.output_scatters for w in s.wide}
     for (weight, dim), classes in groups.axes.items():
         assert len(classes) == groups.shapes[weight][dim]
         assert set(classes.tolist()) <= {0, *units, *streams}
@@ -319,7 +319,7 @@ def test_a_norm_that_adds_its_input_to_the_same_is_no_residual_stream() -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.GELU(), ResponseNorm(12), nn.Linear(12, 4)).double().eval()
     example = torch.randn(2, 5, 6, dtype=torch.float64)
     groups = hap.trace(model, example)
-    assert {n: len(g) for n, g in groups.items()} == {"0": 12} and groups.spanned
+    assert {n: len(g) for n, g in groups.items()} == {"0": 12} and groups.traits.spanned
     plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
     assert model[3].in_features == len(model[2].weight) == 12 - len(plan.removed["0"]) < 12
 
@@ -361,7 +361,7 @@ class Coincidence(nn.Module):
 
 def test_a_number_that_is_equal_by_chance_does_not_follow() -> None:
     groups = hap.trace(Coincidence().eval(), torch.randn(2, 8))
-    assert [x.attribute for x in groups.lengths] == ["width"]
+    assert [x.attribute for x in groups.rewiring.size_attributes] == ["width"]
 
 
 class Picking(nn.Module):

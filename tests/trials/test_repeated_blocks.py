@@ -58,7 +58,7 @@ def test_repeats_are_found_and_their_attributes_follow(monkeypatch: pytest.Monke
     model, example = network(*(Block() for _ in range(5)))
     repeats, groups = repeats_of(model, example, monkeypatch)
     assert repeats.blocks == {str(i): "1" for i in range(2, 6)}
-    assert {x.module for x in groups.lengths if x.attribute == "heads"} == set("12345")
+    assert {x.module for x in groups.rewiring.size_attributes if x.attribute == "heads"} == set("12345")
     assert sorted(groups) == sorted(f"{i}.{layer}" for i in range(1, 6) for layer in ("qkv", "up"))
     plan = hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(flops=0.5))
     hap.apply_(model, plan, example)
@@ -67,9 +67,9 @@ def test_repeats_are_found_and_their_attributes_follow(monkeypatch: pytest.Monke
 def test_what_one_block_cannot_lose_none_of_its_repeats_loses() -> None:
     model, example = network(*(Block(fixed=True) for _ in range(3)), nn.Sequential(Block()))
     groups = hap.trace(model, example)
-    assert {x.module for x in groups.lengths if x.attribute == "heads"} == {"4.0"}
+    assert {x.module for x in groups.rewiring.size_attributes if x.attribute == "heads"} == {"4.0"}
     held = {f.what for f in groups.frozen if "counts on its size" in f.why}
-    assert held | {n for n in groups if not groups.padded.isdisjoint(groups[n].classes.tolist())} == {
+    assert held | {n for n in groups if groups.pads(n)} == {
         "1.qkv", "2.qkv", "3.qkv",
     }  # fmt: skip
 
@@ -125,7 +125,7 @@ def test_blocks_that_only_look_alike_are_tried_each(monkeypatch: pytest.MonkeyPa
     model, example = network(*(Numbered(i) for i in range(3)))
     repeats, groups = repeats_of(model, example, monkeypatch)
     assert repeats.blocks == {"2": "1", "3": "1"}
-    padded = {n for n in groups if not groups.padded.isdisjoint(groups[n].classes.tolist())}
+    padded = {n for n in groups if groups.pads(n)}
     assert padded == {"2.qkv", "3.qkv"}
     hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
 
@@ -136,7 +136,7 @@ def test_a_block_that_others_look_into_is_no_repeat(monkeypatch: pytest.MonkeyPa
     model, example = Peeking(heads).double().eval(), torch.randn(2, 5, 8).double()
     repeats, groups = repeats_of(model, example, monkeypatch)
     assert set(repeats.blocks) == {"blocks.2", "blocks.3"} and not repeats.unlike
-    whole = {n for n in groups if groups.padded.isdisjoint(groups[n].classes.tolist())}
+    whole = {n for n in groups if not groups.pads(n)}
     layer = "qkv" if heads else "up"
     assert {n for n in whole if n.endswith(layer)} == {f"blocks.1.{layer}", f"blocks.2.{layer}"}
     hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
@@ -252,7 +252,7 @@ def test_a_block_that_is_missed_is_tried_after_all() -> None:
     torch.manual_seed(0)
     model, example = Typed().eval(), torch.randn(2, 5, 8)
     groups = hap.trace(model, example)
-    assert len(groups) == 6 and not groups.padded
+    assert len(groups) == 6 and not groups.traits.zero_padded
     hap.apply_(model, hap.draft(groups, {n: [0, 2] for n in groups}), example)
 
 

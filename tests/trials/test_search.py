@@ -65,7 +65,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[int
 
 def followers(groups: hap.Groups) -> set[tuple[str, str]]:
     """Attributes that trials found."""
-    return {(x.module, x.attribute) for x in groups.lengths if x.attribute != "normalized_shape"}
+    return {(x.module, x.attribute) for x in groups.rewiring.size_attributes if x.attribute != "normalized_shape"}
 
 
 def example() -> Tensor:
@@ -80,7 +80,7 @@ def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_l
         model(x)
     with FlopCounterMode(display=False) as counter:
         groups = hap.trace(model, x)
-    assert [n for n, g in groups.items() if not groups.padded.isdisjoint(g.classes.tolist())] == ["pool.qkv"]
+    assert [n for n in groups if groups.pads(n)] == ["pool.qkv"]
     assert followers(groups) == {(f"blocks.{i}", "heads") for i in range(0, 24, 2)}
     assert len(groups) == 26
     assert counter.get_total_flops() < 7 * once.get_total_flops()
@@ -355,7 +355,7 @@ def test_no_kernel_of_attention_gets_no_heads(monkeypatch: pytest.MonkeyPatch) -
     with Attentions() as called:
         groups = hap.trace(Sliced().double(), example())
     assert refused and called.keys and not any(0 in shape for shape in called.keys)
-    assert groups.padded and len(groups["qkv"]) == 2
+    assert groups.traits.zero_padded and len(groups["qkv"]) == 2
 
 
 class Private(nn.Module):
@@ -372,7 +372,7 @@ class Private(nn.Module):
 def test_numbers_with_private_names_follow_too() -> None:
     groups = hap.trace(Private(), torch.randn(4, 16))
     assert [*groups] == ["a"]
-    assert [(x.module, x.attribute) for x in groups.lengths] == [("", "_hidden")]
+    assert [(x.module, x.attribute) for x in groups.rewiring.size_attributes] == [("", "_hidden")]
 
 
 class Registered(nn.Module):

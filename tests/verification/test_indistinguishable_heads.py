@@ -91,10 +91,10 @@ def test_heads_of_equal_token_ids_without_positions_are_not_guessed() -> None:
     model = nn.Sequential(nn.Embedding(20, WIDTH), Attention())
     with pytest.warns(UserWarning, match=r"does not show how 1\.qkv is split"):
         groups = hap.trace(model, torch.full((2, 6), 7))
-    assert not groups.padded.isdisjoint(groups["1.qkv"].classes.tolist())
+    assert groups.pads("1.qkv")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the example does not show")
-        assert not hap.trace(model, torch.randint(20, (2, 6))).padded
+        assert not hap.trace(model, torch.randint(20, (2, 6))).traits.zero_padded
 
 
 def test_multihead_attention_on_one_token_keeps_its_heads_and_says_why() -> None:
@@ -123,8 +123,8 @@ def test_heads_that_get_next_to_nothing_are_tried_with_larger_weights() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the example does not show")
         groups = hap.trace(Faint(), torch.randn(2, 6, WIDTH))
-    assert hap.heads(groups) == ["qkv"] and not groups.padded
-    assert [(x.attribute, len(x.classes)) for x in groups.lengths] == [("heads", HEADS)]
+    assert hap.heads(groups) == ["qkv"] and not groups.traits.zero_padded
+    assert [(x.attribute, len(x.classes)) for x in groups.rewiring.size_attributes] == [("heads", HEADS)]
 
 
 def test_noise_is_kept_out_where_the_model_would_not_take_it() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 from hap.errors import HapError
 from hap.groups.drawing import Traced, to_svg
 from hap.groups.types import (
-    ActivationMacs,
     Bools,
     ConvGeometry,
     Frozen,
@@ -22,8 +21,10 @@ from hap.groups.types import (
     InputSelection,
     Ints,
     OutputScatter,
+    Rewiring,
     SizeAttribute,
-    WeightMacs,
+    TracedCosts,
+    Traits,
 )
 from hap.utils.atomic_files import write_text
 
@@ -33,14 +34,11 @@ class Groups(Mapping[str, Group]):
     """The result of `hap.trace`: groups by name, plus all that planning and surgery need to know.
 
     `axes[(parameter, dim)]` holds one class per index, below `classes`; each row (c, s) of `feeds` says that class c
-    feeds the stream class s; `fixed_macs` are multiply-adds that no plan changes; `written` are the outputs of layers,
-    a value for what a product counts as a multiply-add; `direct` are the weights that only the layer that owns them
-    uses, once; `lengths` are integers of modules that follow an axis; `scales` are the batch normalisations' weights;
-    `spanned` are the classes that a normalisation averages over, so that removing them changes the others; zeros stand
-    in for those in `padded` when they go, and these enter a norm where they are in `renormed` too; those in `met` enter
-    or leave a product of activations, and those in `whole` are one of several things that such a product sees whole.
-    `uncounted` are operators that may be matrix products and are not counted. `spaces` says where heads can be
-    narrowed, once `hap.narrowable` has looked; each row (c, t) of `tails` says that class t goes when head c does.
+    feeds the stream class s; each row (c, t) of `head_tails` says that class t goes when head c is narrowed or goes.
+    `used_once` are the weights that only the layer that owns them uses, once; `curved` is the first operator that makes
+    the network more than piecewise linear in one weight; `example` describes the example's tensors in JSON, so that a
+    plan can be checked without it. `head_spaces` says where heads can be narrowed, once `hap.narrowable` has looked;
+    `unprunable` are parameters that stay whole though one would expect them to shrink, each with the reason.
     """
 
     coupling: str
@@ -48,33 +46,20 @@ class Groups(Mapping[str, Group]):
     axes: dict[tuple[str, int], Ints]
     classes: int
     feeds: Ints
-    lengths: tuple[SizeAttribute, ...]
     shapes: dict[str, tuple[int, ...]]
     trainable: frozenset[str]
-    terms: tuple[WeightMacs, ...]
-    products: tuple[ActivationMacs, ...]
-    fixed_macs: int
-    direct: frozenset[str]
-    sites: dict[str, ConvGeometry]
-    narrowings: tuple[InputSelection, ...]
-    scatters: tuple[OutputScatter, ...]
-    scales: tuple[str, ...]
-    spanned: frozenset[int]
+    costs: TracedCosts
+    rewiring: Rewiring
+    traits: Traits
+    used_once: frozenset[str]
+    conv_geometry: dict[str, ConvGeometry]
+    batchnorm_weights: tuple[str, ...]
     frozen: tuple[Frozen, ...]
     curved: str | None
-    """The first operator that makes the network more than piecewise linear in one weight, or None."""
     example: Any = field(default=None, repr=False)
-    """A JSON description of the example's tensors, so that a plan can be checked without it."""
-    spaces: tuple[HeadSpace, ...] = field(default=(), repr=False)
-    tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
-    padded: frozenset[int] = frozenset()
-    renormed: frozenset[int] = frozenset()
-    met: frozenset[int] = frozenset()
-    whole: frozenset[int] = frozenset()
-    written: tuple[ActivationMacs, ...] = field(default=(), repr=False)
-    uncounted: tuple[str, ...] = ()
-    untouched: Mapping[str, Frozen] = field(default_factory=dict, repr=False)
-    """Parameters that stay whole though one would expect them to shrink, each with the reason: see `untouched.py`."""
+    unprunable: Mapping[str, Frozen] = field(default_factory=dict, repr=False)
+    head_spaces: tuple[HeadSpace, ...] = field(default=(), repr=False)
+    head_tails: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64), repr=False)
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -99,6 +84,65 @@ class Groups(Mapping[str, Group]):
             raise HapError(f"{option} has {nothing[0]!r}, which matches no group; groups are {', '.join(self.groups)}")
         return list(dict.fromkeys(n for names in found.values() for n in names))
 
+    def relabelled(self, to: Ints) -> Groups:
+        """A copy in which class c is class to[c]: 0 for what is kept from now on. Groups that are kept are left out."""
+        groups = {n: replace(g, classes=to[g.classes]) for n, g in self.groups.items() if to[g.classes].all()}
+        feeds, tails = (to[pairs] for pairs in (self.feeds, self.head_tails))
+        return replace(
+            self,
+            groups=groups,
+            axes={key: to[classes] for key, classes in self.axes.items()},
+            feeds=feeds[feeds.all(1)],
+            costs=self.costs.relabelled(to),
+            rewiring=self.rewiring.relabelled(to),
+            traits=self.traits.relabelled(to),
+            head_spaces=tuple(s for s in self.head_spaces if s.group in groups),
+            head_tails=tails[tails.all(1)],
+        )
+
+    def restricted(self, modules: Iterable[str], groups: Container[str]) -> Groups:
+        """A copy without what belongs to these modules, and without these groups, which are those inside them."""
+        inside = tuple(f"{module}." for module in modules)
+
+        def outside(name: str) -> bool:
+            return not f"{name}.".startswith(inside)
+
+        costs, wiring = self.costs, self.rewiring
+        return replace(
+            self,
+            groups={n: g for n, g in self.groups.items() if n not in groups},
+            axes={key: classes for key, classes in self.axes.items() if outside(key[0])},
+            shapes={n: shape for n, shape in self.shapes.items() if outside(n)},
+            trainable=frozenset(filter(outside, self.trainable)),
+            unprunable={n: about for n, about in self.unprunable.items() if outside(n)},
+            conv_geometry={n: geometry for n, geometry in self.conv_geometry.items() if outside(n)},
+            costs=replace(costs, weight_macs=tuple(x for x in costs.weight_macs if outside(x.weight))),
+            rewiring=Rewiring(
+                tuple(x for x in wiring.size_attributes if outside(x.module)),
+                tuple(x for x in wiring.input_selections if outside(x.module)),
+                tuple(x for x in wiring.output_scatters if outside(x.module)),
+            ),
+        )
+
+    def with_rewiring(
+        self,
+        size_attributes: Iterable[SizeAttribute] = (),
+        input_selections: Iterable[InputSelection] = (),
+        output_scatters: Iterable[OutputScatter] = (),
+    ) -> Groups:
+        """A copy with more to change around the layers when units go."""
+        old = self.rewiring
+        more = Rewiring(
+            (*old.size_attributes, *size_attributes),
+            (*old.input_selections, *input_selections),
+            (*old.output_scatters, *output_scatters),
+        )
+        return replace(self, rewiring=more)
+
+    def pads(self, name: str) -> bool:
+        """Whether zeros stand in for units of this group when they go."""
+        return not self.traits.zero_padded.isdisjoint(self.groups[name].classes.tolist())
+
     @property
     def units(self) -> int:
         return sum(len(g) for g in self.groups.values())
@@ -108,7 +152,7 @@ class Groups(Mapping[str, Group]):
         live = kept.copy()
         live[self.feeds[kept[self.feeds[:, 0]], 1]] = True
         whole = kept if grafted is None else kept & ~grafted
-        live[self.tails[:, 1]] = whole[self.tails[:, 0]]
+        live[self.head_tails[:, 1]] = whole[self.head_tails[:, 0]]
         live[0] = True
         return live
 
@@ -127,8 +171,8 @@ class Groups(Mapping[str, Group]):
     def spans(self) -> Iterator[Ints]:
         """Classes of which some must stay: along an axis of a parameter, or what an attribute counts."""
         yield from self.axes.values()
-        yield from (length.classes for length in self.lengths)
-        yield from (narrowing.classes for narrowing in self.narrowings)
+        yield from (length.classes for length in self.rewiring.size_attributes)
+        yield from (narrowing.classes for narrowing in self.rewiring.input_selections)
 
     def all_kept(self) -> Bools:
         """A marking with every unit kept. Classes without a unit of their own (pure streams) stay unmarked."""
@@ -144,7 +188,7 @@ class Groups(Mapping[str, Group]):
 
     def to_svg(self) -> str:
         """The drawing that `graph` writes."""
-        weights = [term.weight for term in self.terms]
+        weights = [term.weight for term in self.costs.weight_macs]
         return to_svg(Traced(self.groups, self.coupling, self.shapes, self.frozen, weights))
 
     def __str__(self) -> str:
@@ -154,8 +198,8 @@ class Groups(Mapping[str, Group]):
             others = [p.weight for p in g.producers[1:]]
             reads = ", ".join(sorted({c for c, _ in g.consumers}))
             also = f"  with {', '.join(others)}" if others else ""
-            zeros = "" if self.padded.isdisjoint(g.classes.tolist()) else ", zeros stand in for what goes"
-            zeros += "" if self.renormed.isdisjoint(g.classes.tolist()) else " and enter a norm"
+            zeros = ", zeros stand in for what goes" if self.pads(g.name) else ""
+            zeros += "" if self.traits.padded_in_norms.isdisjoint(g.classes.tolist()) else " and enter a norm"
             lines.append(f"  {g.name:<{width}}  {len(g):>5} units{also}  read by {reads or 'nothing'}{zeros}")
         lines += [f"  frozen: {f.what} ({f.why})" for f in self.frozen]
         return "\n".join(lines)

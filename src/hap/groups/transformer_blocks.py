@@ -24,7 +24,7 @@ def heads(groups: Groups) -> list[str]:
     single indices of its width may go, and are no heads. Nor are scores that layers mix, and not what they weigh.
     Under grouped queries a unit is a key/value head with the query heads that share it.
     """
-    whole = groups.met & groups.whole
+    whole = groups.traits.in_activation_products & groups.traits.whole_matrices
     return [n for n, g in groups.items() if whole.issuperset(g.classes.tolist()) and _in_blocks(groups, g)]
 
 
@@ -34,7 +34,8 @@ def mlps(groups: Groups) -> list[str]:
     The stream itself is none, and neither is what stands between the last block and the outputs, such as a pooler, nor
     what attention is made of, such as the values of a layer with one head.
     """
-    return [n for n, g in groups.items() if groups.met.isdisjoint(g.classes.tolist()) and _returns(groups, g)]
+    apart = groups.traits.in_activation_products.isdisjoint
+    return [n for n, g in groups.items() if apart(g.classes.tolist()) and _returns(groups, g)]
 
 
 def only(groups: Groups, names: Iterable[str]) -> Groups:
@@ -53,25 +54,7 @@ def only(groups: Groups, names: Iterable[str]) -> Groups:
     fed_by_others = np.unique(stream[~np.isin(source, units)])
     living = np.union1d(units, np.setdiff1d(stream, fed_by_others))
     to = np.where(np.isin(np.arange(groups.classes), living), np.arange(groups.classes), 0)
-    return replace(
-        groups,
-        groups=chosen,
-        axes={key: to[classes] for key, classes in groups.axes.items()},
-        feeds=groups.feeds[(to[source] > 0) & (to[stream] > 0)],
-        lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
-        products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
-        written=tuple(replace(x, classes=to[x.classes]) for x in groups.written),
-        narrowings=tuple(
-            replace(x, classes=to[x.classes], among=None if x.among is None else to[x.among]) for x in groups.narrowings
-        ),
-        scatters=tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in groups.scatters),
-        spanned=groups.spanned & frozenset(living.tolist()),
-        padded=groups.padded & frozenset(living.tolist()),
-        renormed=groups.renormed & frozenset(living.tolist()),
-        met=groups.met & frozenset(living.tolist()),
-        whole=groups.whole & frozenset(living.tolist()),
-        spaces=tuple(s for s in groups.spaces if s.group in chosen),
-    )
+    return replace(groups.relabelled(to), groups=chosen)
 
 
 KINDS = {

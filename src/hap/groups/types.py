@@ -8,7 +8,7 @@ a *group*. In `union` coupling a unit may feed a *stream* class, which lives as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,11 @@ class ConvGeometry:
     def area(self) -> int:
         return math.prod(self.kernel)
 
+    @property
+    def positions(self) -> int:
+        """How many positions of the output there are, over the batch."""
+        return self.batch * math.prod(self.out_size)
+
 
 @dataclass(frozen=True)
 class SizeAttribute:
@@ -139,6 +144,11 @@ class HeadSlice:
     width: int
     bias: str | None = None
 
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The axes of tensors that it is a part of."""
+        return [(self.weight, self.dim), *([(self.bias, 0)] if self.bias else [])]
+
 
 @dataclass(frozen=True)
 class HeadSpace:
@@ -160,3 +170,61 @@ class Frozen:
 
     what: str
     why: str
+
+
+@dataclass(frozen=True)
+class TracedCosts:
+    """What the traced model costs, as a function of what lives of it.
+
+    `fixed_macs` are multiply-adds that no plan changes; `written_values` are the outputs of layers, in which a value
+    counts as a multiply-add does; `uncounted` are operators that may be matrix products and are not counted.
+    """
+
+    weight_macs: tuple[WeightMacs, ...] = ()
+    activation_macs: tuple[ActivationMacs, ...] = ()
+    fixed_macs: int = 0
+    written_values: tuple[ActivationMacs, ...] = ()
+    uncounted: tuple[str, ...] = ()
+
+    def relabelled(self, to: Ints) -> TracedCosts:
+        both = (self.activation_macs, self.written_values)
+        macs, values = (tuple(replace(x, classes=to[x.classes]) for x in some) for some in both)
+        return replace(self, activation_macs=macs, written_values=values)
+
+
+@dataclass(frozen=True)
+class Rewiring:
+    """What has to change around the layers when units go."""
+
+    size_attributes: tuple[SizeAttribute, ...] = ()
+    input_selections: tuple[InputSelection, ...] = ()
+    output_scatters: tuple[OutputScatter, ...] = ()
+
+    def relabelled(self, to: Ints) -> Rewiring:
+        return Rewiring(
+            tuple(replace(x, classes=to[x.classes]) for x in self.size_attributes),
+            tuple(
+                replace(x, classes=to[x.classes], among=None if x.among is None else to[x.among])
+                for x in self.input_selections
+            ),
+            tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in self.output_scatters),
+        )
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Sets of classes that need care.
+
+    `spanned`: a normalisation averages over them, so that removing them changes the others. `zero_padded`: zeros stand
+    in for them when they go; `padded_in_norms` are those of these that enter a norm too. `in_activation_products`: they
+    enter or leave a product of activations. `whole_matrices`: each has a matrix of its own in a product of several.
+    """
+
+    spanned: frozenset[int] = frozenset()
+    zero_padded: frozenset[int] = frozenset()
+    padded_in_norms: frozenset[int] = frozenset()
+    in_activation_products: frozenset[int] = frozenset()
+    whole_matrices: frozenset[int] = frozenset()
+
+    def relabelled(self, to: Ints) -> Traits:
+        return Traits(*(frozenset(to[list(classes)].tolist()) - {0} for classes in vars(self).values()))

@@ -23,7 +23,7 @@ def layer_of(parameter: str) -> str:
 def share_untouched(groups: Groups) -> float:
     """The share of the parameters that no group covers though one could expect it."""
     total = sum(math.prod(groups.shapes[name]) for name in groups.trainable)
-    return sum(math.prod(groups.shapes[name]) for name in groups.untouched) / max(total, 1)
+    return sum(math.prod(groups.shapes[name]) for name in groups.unprunable) / max(total, 1)
 
 
 def untouched_in_words(groups: Groups) -> str:
@@ -34,7 +34,7 @@ def untouched_in_words(groups: Groups) -> str:
 
 def nothing_in_words(groups: Groups) -> str:
     """That nothing can be removed, and the main reasons."""
-    if groups.untouched:
+    if groups.unprunable:
         reasons = _layers(groups, 3)
     elif groups.frozen:
         reasons = _listed([f"{f.what} ({_short(f.why)})" for f in groups.frozen], len(groups.frozen), 3)
@@ -46,7 +46,7 @@ def nothing_in_words(groups: Groups) -> str:
 def _layers(groups: Groups, most: int) -> str:
     """The largest of the layers that are not touched, each with a reason that those before it do not have."""
     sizes, reasons = Counter[str](), dict[str, Frozen]()
-    for name, frozen in groups.untouched.items():
+    for name, frozen in groups.unprunable.items():
         sizes[layer := layer_of(name)] += math.prod(groups.shapes[name])
         reasons.setdefault(layer, frozen)
     different: dict[str, str] = {}

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, ConvGeometry
+
+Floats = NDArray[np.float64]
 
 
 class ImplantModule(nn.Module, ABC):
@@ -32,23 +34,24 @@ class ImplantModule(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class Implant(ABC):
-    """Which share of the units to be removed is replaced instead, and by what."""
+    """Which share of the units to be removed is replaced instead, and by what.
+
+    A kind that adds a module beside convolutions is a `ChannelImplant`.
+    """
 
     ratio: float = 0.2
 
     blind: ClassVar[bool] = False
-    """A blind implant is placed without looking at the scores: the paper's control."""
+    """Whether what it can replace goes first, whatever the scores say of the rest: the paper's control."""
+    needs_head_spaces: ClassVar[bool] = False
+    """Whether planning has to know where heads can be narrowed, which `hap.narrowable` finds out."""
+    needs_inputs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise HapError(
                 f"implant ratio is {self.ratio}; expected a share of the removed units, above 0 and at most 1"
             )
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether it starts from calibration inputs."""
-        return False
 
     def prepared(self, groups: Groups) -> Groups:
         """The groups as planning with this implant needs them."""
@@ -57,6 +60,23 @@ class Implant(ABC):
     @abstractmethod
     def eligible(self, groups: Groups) -> Bools:
         """Which classes it can stand in for."""
+
+    def ranking(self, scores: Floats) -> Floats:
+        """What the units are ranked by: those with the lowest values go, or are replaced."""
+        return scores
+
+    def layers(self, groups: Groups) -> dict[str, ConvGeometry]:
+        """The convolutions that it can stand beside, by weight."""
+        return {}
+
+    def cost(self, geometry: ConvGeometry, inputs: int, rows: int) -> tuple[int, int, int]:
+        """What `rows` channels from `inputs` channels cost: parameters (without biases), multiply-adds on the traced
+        example, and values written on the way to these rows."""
+        return 0, 0, 0
+
+    def build(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+        """The module for these dense rows, of shape (rows, inputs, *kernel). `fit`: (rows, inputs), for `Pointwise`."""
+        raise HapError(f"{type(self).__name__} adds no module to a convolution")
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": type(self).__name__} | dataclasses.asdict(self)
@@ -75,44 +95,23 @@ class ChannelImplant(Implant):
         if self.init not in self.inits:
             raise HapError(f"init is {self.init!r}; {type(self).__name__} knows {', '.join(map(repr, self.inits))}")
 
+    def layers(self, groups: Groups) -> dict[str, ConvGeometry]:
+        return {weight: geometry for weight, geometry in groups.conv_geometry.items() if geometry.area > 1}
+
     def eligible(self, groups: Groups) -> Bools:
         """Classes whose k x k producers can all take an implant, and that have at least one."""
         some, bad = np.zeros(groups.classes, dtype=bool), np.zeros(groups.classes, dtype=bool)
-        for group in groups.values():
-            for producer in group.producers:
-                shape = groups.shapes[producer.weight]
-                if math.prod(shape[2:]) > 1:
-                    able = producer.weight in groups.sites
-                    (some if able else bad)[groups.axes[producer.weight, producer.dim]] = True
+        able = self.layers(groups)
+        for producer in (p for group in groups.values() for p in group.producers):
+            if math.prod(groups.shapes[producer.weight][2:]) > 1:
+                (some if producer.weight in able else bad)[groups.axes[producer.weight, producer.dim]] = True
         some[0] = False
         return some & ~bad
 
     @abstractmethod
-    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        """Parameters (without biases) of an implant that computes `rows` channels from `inputs` channels."""
+    def cost(self, geometry: ConvGeometry, inputs: int, rows: int) -> tuple[int, int, int]: ...
 
     @abstractmethod
-    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        """Multiply-adds of the same on the traced example."""
-
-    def inner(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        """Values that it writes on the way to its rows, on the traced example."""
-        return 0
-
-    @abstractmethod
-    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
-        """The module for these dense rows. `weight`: (rows, inputs, *kernel); `fit`: (rows, inputs) for `Pointwise`."""
-
-
-def tap_padding(site: ConvGeometry, taps: tuple[int, int]) -> list[int]:
-    """Padding (left, right, top, bottom; negative crops) that lets one tap of the kernel act as a 1x1 convolution."""
-    sides = []
-    for axis in (1, 0):
-        before = site.padding[axis] - site.dilation[axis] * taps[axis]
-        after = site.padding[axis] - site.dilation[axis] * (site.kernel[axis] - 1 - taps[axis])
-        sides += [before, after]
-    return sides
-
-
-def pad(x: Tensor, sides: list[int]) -> Tensor:
-    return F.pad(x, sides) if any(sides) else x
+    def build(
+        self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None
+    ) -> ImplantModule: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ class NarrowHeads(Implant):
 
     rank: float = 0.5
 
+    needs_head_spaces: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.rank <= 1:
@@ -38,41 +41,41 @@ class NarrowHeads(Implant):
 
     def eligible(self, groups: Groups) -> Bools:
         able = np.zeros(groups.classes, dtype=bool)
-        able[[groups[s.group].classes[s.unit] for s in groups.spaces]] = True
+        able[[groups[s.group].classes[s.unit] for s in groups.head_spaces]] = True
         return able
 
     def prepared(self, groups: Groups) -> Groups:
         """The groups with a class of its own for what goes when a head is narrowed."""
-        if not groups.spaces:
+        if not groups.head_spaces:
             raise HapError(
                 "it is not known which heads can be narrowed; expected groups from hap.narrowable(model, groups, "
                 "example), or no head of this model can be"
             )
-        heads = np.unique([groups[s.group].classes[s.unit] for s in groups.spaces])
+        heads = np.unique([groups[s.group].classes[s.unit] for s in groups.head_spaces])
         tails = np.stack([heads, groups.classes + np.arange(len(heads))], axis=1)
         axes = {key: classes.copy() for key, classes in groups.axes.items()}
-        for space in groups.spaces:
+        for space in groups.head_spaces:
             head = groups[space.group].classes[space.unit]
             tail = tails[np.searchsorted(heads, head), 1]
             for part in (*space.left, *space.right):
-                for name, dim in [(part.weight, part.dim), *([(part.bias, 0)] if part.bias else [])]:
-                    axes[name, dim][part.start + self.width(space) : part.start + part.width] = tail
+                for axis in part.axes:
+                    axes[axis][part.start + self.width(space) : part.start + part.width] = tail
         changed = list(_changed(groups, axes))
         return replace(
             groups,
             axes=axes,
             classes=groups.classes + len(heads),
-            tails=tails,
-            lengths=tuple(_follow(groups, axes, changed)),
-            scatters=(*groups.scatters, *_scatters(groups, axes, changed)),
-            narrowings=(*groups.narrowings, *_narrowings(groups, axes, changed)),
+            head_tails=tails,
+            rewiring=replace(groups.rewiring, size_attributes=tuple(_follow(groups, axes, changed))),
+        ).with_rewiring(
+            output_scatters=_scatters(groups, axes, changed), input_selections=_narrowings(groups, axes, changed)
         )
 
 
 def _changed(groups: Groups, axes: Axes) -> Iterator[tuple[str, str, int, bool]]:
     """Layers of which heads are narrowed: module, weight, axis, and whether it reads them."""
-    readers = {key for s in groups.spaces for key in groups[s.group].consumers}
-    for weight, dim in dict.fromkeys((p.weight, p.dim) for s in groups.spaces for p in (*s.left, *s.right)):
+    readers = {key for s in groups.head_spaces for key in groups[s.group].consumers}
+    for weight, dim in dict.fromkeys((p.weight, p.dim) for s in groups.head_spaces for p in (*s.left, *s.right)):
         if not np.array_equal(axes[weight, dim], groups.axes[weight, dim]):
             yield weight.rpartition(".")[0], weight, dim, (weight, dim) in readers
 
@@ -91,7 +94,7 @@ def _narrowings(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, b
 
 def _follow(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[SizeAttribute]:
     """A layer's own count of its outputs or inputs counts what is left of narrow heads."""
-    for length in groups.lengths:
+    for length in groups.rewiring.size_attributes:
         for module, weight, dim, _ in changed:
             if module == length.module and np.array_equal(length.classes, groups.axes[weight, dim]):
                 length = replace(length, classes=axes[weight, dim])

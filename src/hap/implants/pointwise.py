@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hap.groups.types import ConvGeometry
-from hap.implants.base import ChannelImplant, ImplantModule, pad, tap_padding
+from hap.implants.base import ChannelImplant, Floats, ImplantModule
 
 
-def centre(site: ConvGeometry) -> tuple[int, int]:
-    return (site.kernel[0] - 1) // 2, (site.kernel[1] - 1) // 2
+def centre(geometry: ConvGeometry) -> tuple[int, int]:
+    return (geometry.kernel[0] - 1) // 2, (geometry.kernel[1] - 1) // 2
+
+
+def tap_padding(geometry: ConvGeometry, taps: tuple[int, int]) -> list[int]:
+    """Padding (left, right, top, bottom; negative crops) that lets one tap of the kernel act as a 1x1 convolution."""
+    sides = []
+    for axis in (1, 0):
+        before = geometry.padding[axis] - geometry.dilation[axis] * taps[axis]
+        after = geometry.padding[axis] - geometry.dilation[axis] * (geometry.kernel[axis] - 1 - taps[axis])
+        sides += [before, after]
+    return sides
 
 
 class PointwiseImplant(ImplantModule):
-    def __init__(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None):
+    def __init__(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None):
         super().__init__()
         rows, inputs = weight.shape
         self.conv = nn.Conv2d(
             inputs,
             rows,
             1,
-            stride=site.stride,
+            stride=geometry.stride,
             bias=bias is not None,
             device=weight.device,
             dtype=weight.dtype,
@@ -34,10 +45,10 @@ class PointwiseImplant(ImplantModule):
         if bias is not None:
             assert self.conv.bias is not None
             self.conv.bias.data = bias.clone()
-        self.size, self.taps, self.sides = site.kernel, centre(site), tap_padding(site, centre(site))
+        self.size, self.taps, self.sides = geometry.kernel, centre(geometry), tap_padding(geometry, centre(geometry))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(pad(x, self.sides))
+        return self.conv(F.pad(x, self.sides) if any(self.sides) else x)
 
     def kernel(self) -> Tensor:
         dense = self.conv.weight.new_zeros(*self.conv.weight.shape[:2], *self.size)
@@ -60,23 +71,20 @@ class Pointwise(ChannelImplant):
     inits: ClassVar[tuple[str, ...]] = ("lstsq", "center", "zero")
 
     @property
-    def needs_inputs(self) -> bool:
+    def needs_inputs(self) -> bool:  # type: ignore[override]
         return self.init == "lstsq"
 
-    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return rows * inputs
+    def cost(self, geometry: ConvGeometry, inputs: int, rows: int) -> tuple[int, int, int]:
+        return rows * inputs, rows * inputs * geometry.positions, 0
 
-    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return rows * inputs * site.batch * math.prod(site.out_size)
-
-    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
-        rows, columns = centre(site)
+    def build(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+        rows, columns = centre(geometry)
         values = weight[:, :, rows, columns]
         if fit is not None:
             values = fit.to(weight)
         elif self.init == "zero":
             values = torch.zeros_like(values)
-        return PointwiseImplant(site, values, bias)
+        return PointwiseImplant(geometry, values, bias)
 
 
 @dataclass(frozen=True)
@@ -89,3 +97,6 @@ class LowRank(Pointwise):
     seed: int = 0
 
     blind: ClassVar[bool] = True
+
+    def ranking(self, scores: Floats) -> Floats:
+        return np.random.default_rng(self.seed).random(len(scores))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,11 +13,18 @@ from hap.implants.base import ChannelImplant, ImplantModule
 
 
 class SeparableImplant(ImplantModule):
-    def __init__(self, site: ConvGeometry, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None):
+    def __init__(self, geometry: ConvGeometry, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None):
         super().__init__()
         inputs, rows = depthwise.shape[0], pointwise.shape[0]
         self.depthwise = nn.Conv2d(
-            inputs, inputs, site.kernel, site.stride, site.padding, site.dilation, groups=inputs, bias=False
+            inputs,
+            inputs,
+            geometry.kernel,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            groups=inputs,
+            bias=False,
         )
         self.pointwise = nn.Conv2d(inputs, rows, 1, bias=bias is not None)
         self.depthwise.weight.data = depthwise[:, None].clone()
@@ -47,16 +53,11 @@ class DepthwiseSeparable(ChannelImplant):
 
     inits: ClassVar[tuple[str, ...]] = ("svd",)
 
-    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return inputs * site.area + rows * inputs
+    def cost(self, geometry: ConvGeometry, inputs: int, rows: int) -> tuple[int, int, int]:
+        params = inputs * geometry.area + rows * inputs
+        return params, params * geometry.positions, inputs * geometry.positions
 
-    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return self.params(site, inputs, rows) * site.batch * math.prod(site.out_size)
-
-    def inner(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return inputs * site.batch * math.prod(site.out_size)
-
-    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+    def build(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         u, s, vh = torch.linalg.svd(weight.flatten(2).transpose(0, 1), full_matrices=False)  # inputs, rows, area
-        depthwise = (vh[:, 0] * s[:, :1].sqrt()).view(-1, *site.kernel)
-        return SeparableImplant(site, depthwise, (u[:, :, 0] * s[:, :1].sqrt()).t(), bias)
+        depthwise = (vh[:, 0] * s[:, :1].sqrt()).view(-1, *geometry.kernel)
+        return SeparableImplant(geometry, depthwise, (u[:, :, 0] * s[:, :1].sqrt()).t(), bias)

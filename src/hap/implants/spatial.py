@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,9 +14,9 @@ from hap.implants.base import ChannelImplant, ImplantModule
 
 
 class SpatialImplant(ImplantModule):
-    def __init__(self, site: ConvGeometry, vertical: Tensor, horizontal: Tensor, bias: Tensor | None):
+    def __init__(self, geometry: ConvGeometry, vertical: Tensor, horizontal: Tensor, bias: Tensor | None):
         super().__init__()
-        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = site.kernel, site.stride, site.padding, site.dilation
+        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = geometry.kernel, geometry.stride, geometry.padding, geometry.dilation
         rank, inputs, rows = vertical.shape[0], vertical.shape[1], horizontal.shape[0]
         self.vertical = nn.Conv2d(inputs, rank, (kh, 1), (sh, 1), (ph, 0), (dh, 1), bias=False)
         self.horizontal = nn.Conv2d(rank, rows, (1, kw), (1, sw), (0, pw), (1, dw), bias=bias is not None)
@@ -53,27 +52,20 @@ class SpatialLowRank(ChannelImplant):
         if self.rank < 1:
             raise HapError(f"rank is {self.rank}; expected at least 1")
 
-    def _rank(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return min(self.rank, inputs * site.kernel[0], rows * site.kernel[1])
+    def _rank(self, geometry: ConvGeometry, inputs: int, rows: int) -> int:
+        return min(self.rank, inputs * geometry.kernel[0], rows * geometry.kernel[1])
 
-    def params(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        rank = self._rank(site, inputs, rows)
-        return rank * inputs * site.kernel[0] + rows * rank * site.kernel[1]
+    def cost(self, geometry: ConvGeometry, inputs: int, rows: int) -> tuple[int, int, int]:
+        rank = self._rank(geometry, inputs, rows)
+        first, second = rank * inputs * geometry.kernel[0], rows * rank * geometry.kernel[1]
+        between = geometry.batch * geometry.out_size[0] * geometry.in_size[1]  # the width shrinks in the second step
+        return first + second, first * between + second * geometry.positions, rank * between
 
-    def macs(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        rank, (high, wide) = self._rank(site, inputs, rows), site.out_size
-        padded = site.in_size[1]
-        first = rank * inputs * site.kernel[0] * high * padded
-        return site.batch * (first + rows * rank * site.kernel[1] * math.prod((high, wide)))
-
-    def inner(self, site: ConvGeometry, inputs: int, rows: int) -> int:
-        return site.batch * self._rank(site, inputs, rows) * site.out_size[0] * site.in_size[1]
-
-    def build(self, site: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
+    def build(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None, fit: Tensor | None) -> ImplantModule:
         rows, inputs, kh, kw = weight.shape
         u, s, vh = torch.linalg.svd(weight.permute(1, 2, 0, 3).reshape(inputs * kh, rows * kw), full_matrices=False)
-        rank = self._rank(site, inputs, rows)
+        rank = self._rank(geometry, inputs, rows)
         scale = s[:rank].sqrt()
         vertical = (u[:, :rank] * scale).t().reshape(rank, inputs, kh)
         horizontal = (scale[:, None] * vh[:rank]).view(rank, rows, kw).transpose(0, 1)
-        return SpatialImplant(site, vertical, horizontal, bias)
+        return SpatialImplant(geometry, vertical, horizontal, bias)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.fast_copy import deepcopied
-from hap.implants import ImplantModule
 from hap.planning.plan import Plan
 from hap.surgery.build import rebuild_
-from hap.surgery.hooks import Part, Stream
+from hap.surgery.hooks import has_additions
 from hap.utils.atomic_files import write_atomic
 from hap.utils.module_tree import named_tensors
 
@@ -91,7 +90,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 def _check_made_by(model: nn.Module, plans: list[Plan]) -> None:
     """Refuse what could not be loaded again: a model that these plans do not lead to."""
-    if not plans and any(isinstance(m, ImplantModule | Stream | Part) for m in model.modules()):
+    if not plans and has_additions(model):
         raise HapError("the model is pruned, so it can be loaded again only with its plan: pass the plan to hap.save")
     tensors = named_tensors(model)
     for cut in plans[-1].cuts if plans else ():

@@ -8,11 +8,12 @@ import numpy as np
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Group, Ints
+from hap.groups.types import Bools, ConvGeometry, Group, Ints
 from hap.groups.unprunable_summary import untouched_in_words
-from hap.implants import ChannelImplant, Implant
+from hap.implants import Implant
 from hap.planning.cost import CostModel
-from hap.planning.plan import Cut, ImplantStep, Indices, InputSelectionStep, OutputScatterStep, Plan, SetSizeStep
+from hap.planning.plan import Indices, Plan
+from hap.planning.steps import Cut, ImplantStep, InputSelectionStep, OutputScatterStep, SetSizeStep
 
 
 def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
@@ -59,9 +60,10 @@ def assemble(
         n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
     }
     lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
-    sorting = _Sorting(groups, grafted if isinstance(implant, ChannelImplant) else np.zeros_like(grafted))
+    layers = {} if implant is None else implant.layers(groups)
+    sorting = _Sorting(groups, grafted if layers else np.zeros_like(grafted))
     order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
-    grafts, rows_left = _grafts(groups, grafted, order)
+    grafts, rows_left = _implants(groups, layers, grafted, order)
     cuts = []
     for key, classes in groups.axes.items():
         keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
@@ -70,16 +72,26 @@ def assemble(
     cost = cost or CostModel(groups, implant)
     nothing = np.zeros_like(kept)
     gone = set(np.flatnonzero(~live).tolist())
-    turns = tuple(s for s in groups.spaces if grafted[groups[s.group].classes[s.unit]])
+    turns = tuple(s for s in groups.head_spaces if grafted[groups[s.group].classes[s.unit]])
     return Plan(
-        kept=lists[0], implanted=lists[1], removed=lists[2], coupling=groups.coupling,
-        cuts=tuple(cuts), grafts=tuple(grafts),
-        widenings=tuple(_widenings(groups, live, sorting)), resizes=tuple(_resizes(groups, live)),
+        kept=lists[0],
+        implanted=lists[1],
+        removed=lists[2],
+        coupling=groups.coupling,
+        cuts=tuple(cuts),
+        grafts=tuple(grafts),
+        widenings=tuple(_widenings(groups, live, sorting)),
+        resizes=tuple(_resizes(groups, live)),
         implant=implant if grafts or turns else None,
-        before=cost(groups.all_kept(), nothing), after=cost(kept, grafted),
-        exact=not (groups.spanned & gone), example=groups.example, narrowings=tuple(_narrowings(groups, live)),
-        turns=turns, masks=not ((groups.spanned | groups.renormed) & gone), untouched=untouched_in_words(groups),
-    )  # fmt: skip
+        before=cost(groups.all_kept(), nothing),
+        after=cost(kept, grafted),
+        exact=not groups.traits.spanned & gone,
+        example=groups.example,
+        narrowings=tuple(_narrowings(groups, live)),
+        turns=turns,
+        masks=not (groups.traits.spanned | groups.traits.padded_in_norms) & gone,
+        untouched=untouched_in_words(groups),
+    )
 
 
 class _Sorting:
@@ -128,31 +140,31 @@ def _in_blocks(group: Group, classes: Ints) -> bool:
     return True
 
 
-def _grafts(
-    groups: Groups, grafted: Bools, order: dict[tuple[str, int], Ints]
+def _implants(
+    groups: Groups, layers: Mapping[str, ConvGeometry], grafted: Bools, order: Mapping[tuple[str, int], Ints]
 ) -> tuple[list[ImplantStep], dict[str, Ints]]:
     """The implants, and the rows that stay in each weight and bias that gets one."""
     grafts, rows_left = [], {}
-    for weight, site in groups.sites.items():
+    for weight, geometry in layers.items():
         rows = order[weight, 0]
         late = grafted[groups.axes[weight, 0][rows]]
-        if late.any() and site.area > 1:
+        if late.any():
             mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
             natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
-            grafts.append(ImplantStep(site.module, weight, tuple(rows[late].tolist()), natural))
+            grafts.append(ImplantStep(geometry.module, weight, tuple(rows[late].tolist()), natural))
             rows_left[weight] = rows[~late]
-            rows_left[f"{site.module}.bias" if site.module else "bias"] = rows[~late]
+            rows_left[f"{geometry.module}.bias" if geometry.module else "bias"] = rows[~late]
     return grafts, rows_left
 
 
 def _resizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
-    for length in groups.lengths:
+    for length in groups.rewiring.size_attributes:
         if (count := int(live[length.classes].sum())) < len(length.classes):
             yield SetSizeStep(length.module, length.attribute, count // length.per, length.entry)
 
 
 def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
-    for item in groups.narrowings:
+    for item in groups.rewiring.input_selections:
         given = item.classes if item.among is None else item.classes[live[item.among]]
         index = np.flatnonzero(live[given])
         if len(index) < len(given):
@@ -162,7 +174,7 @@ def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
 
 
 def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
-    for scatter in groups.scatters:
+    for scatter in groups.rewiring.output_scatters:
         narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hap.execution.calling import call_arguments, call_with, copied, eval_mode
 from hap.groups.groups import Groups
 from hap.groups.types import ActivationMacs, Bools, Ints, WeightMacs
-from hap.implants import ChannelImplant, Implant
+from hap.implants import Implant
 from hap.planning.mac_counter import Counter
 
 
@@ -80,6 +80,7 @@ class CostModel:
 
     def __init__(self, groups: Groups, implant: Implant | None = None):
         self.groups, self.implant = groups, implant
+        self._implantable = {} if implant is None else implant.layers(groups)
         keys = list(groups.axes)
         different = {axis.tobytes(): axis for axis in groups.axes.values()}  # most are those of several tensors
         place = {key: i for i, key in enumerate(different)}
@@ -88,7 +89,8 @@ class CostModel:
         self._starts = np.cumsum([1, *map(len, different.values())])[:-1]
         self._slot = {key: i for i, key in enumerate(keys)}
         self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
-        self._multiplied, self._written = (self._per_class(x) for x in (groups.products, groups.written))
+        self._multiplied = self._per_class(groups.costs.activation_macs)
+        self._written = self._per_class(groups.costs.written_values)
         uncut = [[s for d, s in enumerate(shape) if (n, d) not in groups.axes] for n, shape in groups.shapes.items()]
         self._fixed = np.array([np.prod(sizes, dtype=np.int64) for sizes in uncut], dtype=np.int64)
         axes_of: dict[str, list[int]] = {name: [len(keys)] for name in groups.shapes}  # where _sizes puts a 1
@@ -99,9 +101,9 @@ class CostModel:
         row = {name: i for i, name in enumerate(groups.shapes)}
         self._trainable = np.array([row[n] for n in groups.trainable], dtype=np.int64)
         self._positions = np.zeros(len(row), dtype=np.int64)  # of each element of a tensor that layers multiply whole
-        for term in groups.terms:
+        for term in groups.costs.weight_macs:
             self._positions[row[term.weight]] += term.positions if term.part is None else 0
-        self._parts = [term for term in groups.terms if term.part is not None]
+        self._parts = [term for term in groups.costs.weight_macs if term.part is not None]
 
     def __call__(self, kept: Bools, grafted: Bools) -> Cost:
         """`kept` and `grafted` mark classes; a grafted class is also kept."""
@@ -109,11 +111,11 @@ class CostModel:
         lengths = self._lengths(live)
         sizes = self._sizes(lengths)
         params = int(sizes[self._trainable].sum())
-        total = self.groups.fixed_macs + int(self._positions @ sizes)
+        total = self.groups.costs.fixed_macs + int(self._positions @ sizes)
         total += sum(term.positions * self._part(term, live) for term in self._parts)
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
-        if isinstance(self.implant, ChannelImplant) and grafted.any():
+        if self._implantable and grafted.any():
             more_params, more_macs, more_written = self._implants(self._lengths(grafted), lengths)
             params, total, written = params + more_params, total + more_macs, written + more_written
         return Cost(params, total, int(live[self._units].sum()), written)
@@ -144,16 +146,16 @@ class CostModel:
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)[self._which]
 
-    def _implants(self, grafted: Any, lengths: Any) -> tuple[int, int, int]:
+    def _implants(self, implanted: Any, lengths: Any) -> tuple[int, int, int]:
         """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
-        params = macs = written = 0
-        assert isinstance(self.implant, ChannelImplant)
-        for weight, site in self.groups.sites.items():
-            rows = int(grafted[self._slot[weight, 0]])
-            if rows and site.area > 1:
+        assert self.implant is not None
+        params = macs = values = 0
+        for weight, geometry in self._implantable.items():
+            if rows := int(implanted[self._slot[weight, 0]]):
                 inputs = int(lengths[self._slot[weight, 1]])
-                replaced = rows * inputs * site.area
-                params += self.implant.params(site, inputs, rows) - replaced
-                macs += self.implant.macs(site, inputs, rows) - replaced * site.batch * int(np.prod(site.out_size))
-                written += self.implant.inner(site, inputs, rows)
-        return params, macs, written
+                replaced = rows * inputs * geometry.area
+                own_params, own_macs, own_values = self.implant.cost(geometry, inputs, rows)
+                params += own_params - replaced
+                macs += own_macs - replaced * geometry.positions
+                values += own_values
+        return params, macs, values

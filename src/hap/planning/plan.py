@@ -8,74 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from hap.errors import HapError
 from hap.groups.types import HeadSlice, HeadSpace
 from hap.implants import Implant, implant_from_dict
 from hap.planning.cost import Cost
+from hap.planning.steps import (
+    DAMAGED,
+    Cut,
+    ImplantStep,
+    InputSelectionStep,
+    OutputScatterStep,
+    SetSizeStep,
+    Step,
+    check_head,
+)
+from hap.utils.module_tree import named_tensors
 
 Indices = dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Keep these indices, in this order, of axis `dim` (of length `size`) of a parameter or buffer."""
-
-    name: str
-    dim: int
-    size: int
-    keep: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ImplantStep:
-    """Rows of a convolution's weight that an implant computes instead.
-
-    The module's output is [remaining rows | implanted rows]; `order`, if not None, rearranges that.
-    """
-
-    module: str
-    weight: str
-    rows: tuple[int, ...]
-    order: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class OutputScatterStep:
-    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero.
-
-    The output of its weight in the forward of the module `inside`, where that is given.
-    """
-
-    module: str
-    index: tuple[int, ...]
-    width: int
-    dim: int = 1
-    inside: str | None = None
-
-
-@dataclass(frozen=True)
-class SetSizeStep:
-    """Set an integer attribute of a module, or one entry of an attribute that is a tuple or list of them."""
-
-    module: str
-    attribute: str
-    value: int
-    entry: int = 0
-
-
-@dataclass(frozen=True)
-class InputSelectionStep:
-    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone.
-
-    Its weight does, in the forward of the module `inside`, where that is given.
-    """
-
-    module: str
-    argument: int | str
-    dim: int
-    size: int
-    index: tuple[int, ...]
-    inside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +52,17 @@ class Plan:
     """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
     untouched: str = ""
     """What no plan could have touched, in one sentence; empty where that is not worth a word."""
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Refuse a model that the plan was not made for, or on which it was carried out already: HapError says why."""
+        tensors, modules = named_tensors(model), dict(model.named_modules())
+        steps: list[Step] = [*self.cuts, *self.grafts, *self.resizes, *self.widenings, *self.narrowings]
+        for step in steps:
+            step.check(tensors, modules)
+        for space in self.turns:
+            check_head(space, tensors)
+        if self.grafts and self.implant is None:
+            raise HapError(f"{DAMAGED}: it has implants but does not say of which kind")
 
     def kept_inputs(self) -> dict[str, tuple[int, ...]]:
         """The input channels that stay, of each convolution or linear weight that loses some."""

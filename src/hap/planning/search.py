@@ -36,8 +36,8 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     if budget.latency is not None:
         raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
                        "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
-    if budget.flops is not None and groups.uncounted:
-        names = ", ".join(groups.uncounted)
+    if budget.flops is not None and groups.costs.uncounted:
+        names = ", ".join(groups.costs.uncounted)
         warnings.warn(f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share "
                       "that is really left may be another", stacklevel=2)  # fmt: skip
     mixtures = _mixtures(len(budget.given)) if per_cost else [None]
@@ -82,8 +82,8 @@ class _Search:
         left = np.array(list(budget.given.values()))
         self.target = np.floor(left * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
         self.scores = self.rank = np.concatenate([values[n] for n in names])
-        if implant is not None and implant.blind:
-            self.rank = np.random.default_rng(getattr(implant, "seed", 0)).random(len(self.classes))
+        if implant is not None:
+            self.rank = implant.ranking(self.scores)
         if mixture is not None:
             saved = self._saved(mixture)
             self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)

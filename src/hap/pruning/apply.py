@@ -13,7 +13,6 @@ from hap.execution.fast_copy import apart
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
 from hap.surgery.build import build_implants
-from hap.surgery.checks import check_fits
 from hap.surgery.cut import carry_out_, cut_tensors
 from hap.surgery.rotate_heads import rotated
 from hap.utils.gc_pause import gc_paused
@@ -35,7 +34,7 @@ def apply_(
     Implants that are fitted by least squares need `batches`, the calibration inputs; without them they start at the
     kernel's centre. Make a new optimizer afterwards: the old one's momentum has the old shapes.
     """
-    check_fits(model, plan)
+    plan.check_fits(model)
     if example is None and verify:
         example = random_example(plan.example, next(iter(model.parameters())).device)
     with outside_inference(model):

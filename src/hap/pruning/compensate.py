@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.calibration import grams, regress
-from hap.planning.plan import Cut, Plan
-from hap.surgery.checks import check_fits
+from hap.planning.plan import Plan
+from hap.planning.steps import Cut
 
 
 def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Module:
@@ -25,7 +25,7 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
     if plan.turns:
         raise HapError("heads that are narrowed are turned first, so what reads them cannot be compensated before")
     try:
-        check_fits(model, plan)
+        plan.check_fits(model)
     except HapError as error:
         raise HapError(
             f"compensate_ works on the dense model, before apply_ (or use prune_(..., compensate=True)): {error}"

@@ -36,16 +36,16 @@ def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
     Each possibility is tried on a copy with random weights. Where queries and keys do not bear it, as under rotary
     embeddings, values and outputs alone are narrowed; heads that bear neither are left out.
     """
-    names = [n for n in heads(groups) if groups.padded.isdisjoint(groups[n].classes.tolist())]
+    names = [n for n in heads(groups) if not groups.pads(n)]
     seen = _layers_seen(model, example, groups, names)
     shapes = [shape for name in names if (shape := _shape_of(groups, groups[name], seen)) is not None]
     if not shapes:
-        return replace(groups, spaces=())
+        return replace(groups, head_spaces=())
     trial = _Trial(model, example, shapes)
     values = trial.settle(shapes, _values)
     keys = trial.settle([replace(shape, value=place) for shape, place in values.items()], _keys)
     spaces = [s for found, make in ((values, _values), (keys, _keys)) for x, i in found.items() for s in make(x, i)]
-    return replace(groups, spaces=tuple(spaces))
+    return replace(groups, head_spaces=tuple(spaces))
 
 
 # ---- what a head owns -----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _shape_of(groups: Groups, group: Group, seen: Widths) -> _Shape | None:
     for side, layers in enumerate((read, computed)):
         for weight, _, own in layers:
             module, _, leaf = weight.rpartition(".")
-            uses = sum(term.weight == weight for term in groups.terms)
+            uses = sum(term.weight == weight for term in groups.costs.weight_macs)
             if leaf != "weight" or [widths[side] for widths in seen.get(module, [])] != [len(own)] * uses:
                 return None
     rows, columns = (sum(int((own == 0).sum()) for _, _, own in layers) for layers in (computed, read))

@@ -79,7 +79,7 @@ class _Search:
     def __init__(self, model: nn.Module, groups: Groups, scores: Mapping[str, Tensor], watch: Stopwatch, target: float,
                  implant: Implant | None, limits: Limits, per_cost: bool):  # fmt: skip
         self.model, self.scores, self.watch, self.target = model, scores, watch, target
-        self.groups = replace(groups, uncounted=())  # time is measured, whatever is counted
+        self.groups = replace(groups, costs=replace(groups.costs, uncounted=()))  # time is measured, not counted
         self.implant, self.limits, self.per_cost = implant, limits, per_cost
         self.dense = watch.add(model)
         self.trials: list[Trial] = []

@@ -2,166 +2,119 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from hap.errors import CaptureError, HapError
-from hap.execution.calling import call_arguments, describe, run
-from hap.execution.fast_copy import deepcopied
-from hap.execution.input_checks import check_finite, check_given, outside_inference
-from hap.graph.partition import Parts, captured_parts, view_where_it_chooses
+from hap.errors import HapError
+from hap.execution.input_checks import check_given, outside_inference
+from hap.graph.partition import Parts
 from hap.groups.groups import Groups
-from hap.groups.types import Frozen
-from hap.groups.unprunable_summary import layer_of, nothing_in_words, share_untouched
-from hap.implants import Implant, NarrowHeads, as_implant
+from hap.groups.unprunable_summary import share_untouched
+from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
 from hap.planning.plan import Plan
 from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.compensate import compensate_
+from hap.pruning.in_parts import check_parts, trace_whole_or_parts
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.scoring import Criterion, score
 from hap.scoring.batch import Loss
-from hap.tracing.trace import trace, trace_captured
-from hap.utils.module_tree import named_tensors
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
-NAMED = 8
-"""So many parts are named."""
-OUTSIDE = "the example does not run it, or code that chooses by value uses it"
-SINGLE = "a part by itself, and what passes between parts is kept"
 
 
-def prune_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
-           params: float | None = None, flops: float | None = None, channels: float | None = None,
-           activations: float | None = None, latency: float | None = None, backend: str = "eager",
-           threads: int | None = None, implant: Implant | float | None = None, coupling: str = "joint",
-           criterion: Criterion | str = "hessian",
-           limits: Limits = DEFAULT_LIMITS, ignore: Sequence[str] = (), stream: bool = False,
-           per_cost: bool = False, compensate: bool = False, verify: bool = True) -> Plan:  # fmt: skip
-    """Prune `model` in place to a budget and return the plan. Budgets are the fraction LEFT; several all hold.
+def prune_(
+    model: nn.Module,
+    example: Any,
+    batches: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    *,
+    params: float | None = None,
+    flops: float | None = None,
+    channels: float | None = None,
+    activations: float | None = None,
+    latency: float | None = None,
+    backend: str = "eager",
+    threads: int | None = None,
+    implant: Implant | float | None = None,
+    coupling: str = "joint",
+    criterion: Criterion | str = "hessian",
+    limits: Limits = DEFAULT_LIMITS,
+    ignore: Sequence[str] = (),
+    stream: bool = False,
+    per_cost: bool = False,
+    compensate: bool = False,
+    verify: bool = True,
+) -> Plan:
+    """Prune a trained `model`, which is in eval mode, in place. If anything fails, it is left as it was.
 
-        plan = hap.prune_(model, example, batches, torch.nn.functional.cross_entropy, flops=0.4, implant=0.2)
+    >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
+    >>> plan = prune_(net, net[0].weight[:2].detach(), criterion="magnitude", flops=0.5)
+    >>> net[0].out_features
+    8
 
-    The model should be trained and in eval mode. `implant` is a share of the removed units to replace by 1x1
-    convolutions, or an implant such as `hap.Pointwise(0.2, init="center")` or `hap.NarrowHeads(0.2)`; `compensate`
-    repairs the layers that read removed units by least squares. `latency` is met by timing pruned copies on the
-    example, with the `backend` and `threads` of `hap.latency`. `coupling`, `ignore` and `stream` are those of
-    `hap.trace`.
-
-    A model that torch.export cannot capture as a whole, such as a detector, is pruned by the parts that it can
-    (`hap.parts`), and a warning names them: what passes between them is kept, and budgets of FLOPs are those of the
-    parts. If anything fails, the model is left as it was. What could not be touched, and why, stands below the plan
-    (`print(plan)`), and in a warning where it is more than a third of the parameters.
+    Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
+    the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
+    share of the removed units to replace by 1x1 convolutions. `compensate` repairs what reads removed units.
+    Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
+    A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
+    a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
     """
     check_given(model, example)
-    budget = Budget(params=params, flops=flops, channels=channels, activations=activations, latency=latency)
+    budget = Budget(params, flops, channels, latency, activations)
     batches = list(batches) if batches is not None else None
     if compensate and batches is None:
         raise HapError("compensate=True needs batches, an iterable of (input, target)")
     with outside_inference(model):
-        groups, view = _traced(model, example, coupling, ignore, stream)
-        if not len(groups):
-            check_finite(model)
-            raise HapError(_nothing(groups, view) + _hint(model, example, view))
+        groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
         implant = as_implant(implant)
-        if isinstance(implant, NarrowHeads):
-            groups = narrowable(*((model, groups, example) if view is None else (view, groups, view.example)))
+        groups = _with_head_spaces(model, example, groups, view, implant)
         scores = score(model, groups, batches, loss, criterion)
         if budget.latency is None:
             chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
         else:
-            chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, per_cost=per_cost,
-                                      backend=backend, threads=threads).plan  # fmt: skip
-        before = {n: p.detach().clone() for n, p in model.named_parameters()} if compensate else {}
-        try:
-            if compensate and batches is not None:
-                compensate_(model, chosen, batches)
+            how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
+            chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, **how).plan
+        with _restored_on_failure(model, compensate):
+            if compensate:
+                compensate_(model, chosen, batches or ())
             if view is not None and verify:
-                _check_parts(model, view, chosen, example)
+                check_parts(model, view, chosen, example)
             apply_(model, chosen, example, verify and view is None, batches)
-        except BaseException:
-            for name, parameter in model.named_parameters():
-                if name in before:
-                    parameter.data.copy_(before[name])
-            raise
-        if share_untouched(groups) > MUCH:
-            more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
-            warnings.warn(chosen.untouched + more, stacklevel=2)
-        return chosen
+    _warn_of_much(groups, view, chosen)
+    return chosen
 
 
-def _traced(model: nn.Module, example: Any, coupling: str, ignore: Sequence[str],
-            stream: bool) -> tuple[Groups, Parts | None]:  # fmt: skip
-    """The groups of the model, or those of a view of its parts where it cannot be captured as a whole."""
-    view = view_where_it_chooses(model, example)
-    subject, inputs = (model, example) if view is None else (view, view.example)
+def _with_head_spaces(
+    model: nn.Module, example: Any, groups: Groups, view: Parts | None, implant: Implant | None
+) -> Groups:
+    """The groups, knowing where heads can be narrowed if the implant needs that."""
+    if implant is None or not implant.needs_head_spaces:
+        return groups
+    return narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
+
+
+@contextmanager
+def _restored_on_failure(model: nn.Module, changed: bool) -> Iterator[None]:
+    """Where the weights are `changed` inside and something raises, they get their values back."""
+    before = {n: p.detach().clone() for n, p in model.named_parameters()} if changed else {}
     try:
-        groups = trace(subject, inputs, coupling, ignore, stream)
-    except CaptureError:
-        view, captured = captured_parts(model, example)
-        groups = trace_captured(captured, view, view.example, coupling, ignore, stream)
-    if view is None:
-        return groups, None
-    names = list(dict.fromkeys(view.names))
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    warnings.warn(
-        f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: "
-        f"{', '.join(names[:NAMED])}{more}; what passes between them is kept{_hint(model, example, view)}",
-        stacklevel=3,
-    )
-    curved = groups.curved or "what happens between the parts is not known"
-    untouched = {**_outside(view, groups), **_single(view, groups), **groups.untouched}
-    return replace(groups, curved=curved, example=describe(example), untouched=untouched), view
+        yield
+    except BaseException:
+        for name, parameter in model.named_parameters():
+            if name in before:
+                parameter.data.copy_(before[name])
+        raise
 
 
-def _outside(view: Parts, groups: Groups) -> dict[str, Frozen]:
-    """The weights that no part holds, such as those of experts that no token was sent to."""
-    inside = {id(t) for name in view.names for t in named_tensors(view.get_submodule(name)).values()}
-    weights = {name: tensor for name, tensor in named_tensors(view).items() if name in groups.trainable}
-    return {n: Frozen(layer_of(n), OUTSIDE) for n, t in weights.items() if t.ndim > 1 and id(t) not in inside}
-
-
-def _single(view: Parts, groups: Groups) -> dict[str, Frozen]:
-    """The weights of layers that are parts by themselves: what they read and what they compute is kept."""
-    layers = {name for name in view.names if not [*view.get_submodule(name).children()]}
-    cut = {weight for (weight, _), classes in groups.axes.items() if classes.any()}
-    weights = {term.weight: term.weight.rpartition(".")[0] for term in groups.terms}
-    return {w: Frozen(layer, SINGLE) for w, layer in weights.items() if layer in layers and w not in cut}
-
-
-def _hint(model: nn.Module, example: Any, view: Parts | None) -> str:
-    """What lets torch.export capture more of a decoder: modules that are called with a cache it cannot capture."""
-    takes = view is not None and "use_cache" in inspect.signature(model.forward).parameters
-    if not takes or "use_cache" in call_arguments(example)[1]:
-        return ""
-    return '. A cache of keys and values keeps torch.export from larger parts: give the example "use_cache": False'
-
-
-def _nothing(groups: Groups, view: Parts | None) -> str:
-    """Why nothing can be removed, and how to see more of it."""
-    if view is None:
-        return f"{nothing_in_words(groups)}; print(hap.trace(model, example)) has all reasons"
-    return (f"{nothing_in_words(groups)}; it is pruned in parts, and what passes between them is kept: take "
-            "view = hap.parts(model, example), and print(hap.trace(view, view.example)) has all reasons")  # fmt: skip
-
-
-def _check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:
-    """Prune a copy: each part must do what the plan says, and the whole must still run."""
-    trial = deepcopied(model, {})
-    apply_(Parts(trial, list(zip(view.names, view.example, strict=True))), chosen, view.example)
-    try:
-        run(trial, example)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HapError(
-            f"{type(model).__name__} does not run once its parts are pruned, so nothing was changed: {reason}. Leave "
-            "alone what the code between its parts counts on, with ignore=(...)"
-        ) from error
+def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:
+    if share_untouched(groups) > MUCH:
+        more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
+        warnings.warn(chosen.untouched + more, stacklevel=3)

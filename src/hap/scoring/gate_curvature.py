@@ -103,11 +103,11 @@ def gates_of(model: nn.Module, groups: Groups) -> Gates:
         own = set(group.classes.tolist())
         if own & set(sources):
             raise HapError(f"group {name!r} is a sum that other groups join, so it has no gate of its own; {INSTEAD}")
-        if own & (groups.met - groups.whole):
+        if own & (groups.traits.in_activation_products - groups.traits.whole_matrices):
             raise HapError(f"group {name!r} is read by a product of activations, where no gate can be; {INSTEAD}")
-        for s in groups.scatters:
+        for s in groups.rewiring.output_scatters:
             pairs = zip(s.narrow.tolist(), s.wide.tolist(), strict=True)
-            unit = _unit(group, [-1 if c in groups.padded or wide in alone else c for c, wide in pairs])
+            unit = _unit(group, [-1 if c in groups.traits.zero_padded or wide in alone else c for c, wide in pairs])
             if not (unit >= 0).any():
                 continue
             if s.inside is not None:
@@ -118,7 +118,7 @@ def gates_of(model: nn.Module, groups: Groups) -> Gates:
             if not (unit >= 0).any():
                 continue
             module = weight.rpartition(".")[0]
-            if weight not in groups.direct or not any(computes_as(modules[module], kind) for kind in READERS):
+            if weight not in groups.used_once or not any(computes_as(modules[module], kind) for kind in READERS):
                 raise HapError(
                     f"{weight} reads group {name!r} other than by one call of a linear layer or convolution; {INSTEAD}"
                 )

@@ -67,7 +67,7 @@ class Survey:
 def survey(problem: ScoringContext) -> Survey:
     """Run a few samples forward and one of them backward, to see every layer at work and count what it takes."""
     for name in problem.weights:
-        if name not in problem.groups.direct:
+        if name not in problem.groups.used_once:
             return Survey(f"{name} is used other than by one call of the layer that owns it")
     batch = cut(problem.batches[0], slice(SURVEYED))
     count = samples(batch)

@@ -80,7 +80,7 @@ class BNScale(Criterion):
             total = torch.zeros(len(group), dtype=torch.float64)
             place = {c: u for u, c in enumerate(group.classes.tolist())}
             found = False
-            for scale in problem.groups.scales:
+            for scale in problem.groups.batchnorm_weights:
                 unit = np.array([place.get(c, -1) for c in problem.groups.axes[scale, 0].tolist()])
                 if (unit >= 0).any():
                     found = True

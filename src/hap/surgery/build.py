@@ -5,15 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hap.groups.types import ConvGeometry
-from hap.implants import ChannelImplant, ImplantModule
+from hap.implants import ImplantModule
 from hap.planning.plan import Plan
-from hap.surgery.checks import check_fits
 from hap.surgery.cut import carry_out_, cut_tensors
 
 
 def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
     """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
-    check_fits(model, plan)
+    plan.check_fits(model)
     carry_out_(model, plan, build_implants(model, plan), cut_tensors(model, plan))
     return model
 
@@ -21,7 +20,7 @@ def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
 def build_implants(model: nn.Module, plan: Plan, fits: dict[str, Tensor] | None = None) -> dict[str, ImplantModule]:
     if not plan.grafts:
         return {}
-    assert isinstance(plan.implant, ChannelImplant)
+    assert plan.implant is not None
     fits = fits or {}
     modules = dict(model.named_modules())
     inputs = plan.kept_inputs()

@@ -12,7 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from hap.execution.calling import forgetting_caches
 from hap.implants import ImplantModule
-from hap.planning.plan import Cut, Plan
+from hap.planning.plan import Plan
+from hap.planning.steps import Cut
 from hap.surgery.hooks import attach_implant, attach_narrowing, attach_widening
 from hap.surgery.multihead_attention import FewerHeads
 from hap.surgery.recurrent_sizes import update_sizes_

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.implants import ImplantModule
-from hap.planning.plan import ImplantStep, InputSelectionStep, OutputScatterStep
+from hap.planning.steps import ImplantStep, InputSelectionStep, OutputScatterStep
 from hap.surgery.scatter_in_forward import spread_inside
 
 
@@ -138,3 +138,8 @@ def attach_implant(module: Any, implant: ImplantModule, graft: ImplantStep) -> N
     implant.register_buffer("order", order, persistent=False)
     module.add_module("implant", implant)
     module.register_forward_hook(_with_implant)
+
+
+def has_additions(model: nn.Module) -> bool:
+    """Whether a plan added modules to this model."""
+    return any(isinstance(m, ImplantModule | Stream | Part) for m in model.modules())

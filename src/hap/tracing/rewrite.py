@@ -63,7 +63,9 @@ def rewrite(
     def sized(found: Groups) -> Groups:
         counts = [(_name(i), size.classes(tracer.root), size.per) for i, size in enumerate(sizes)]
         lengths = tuple(SizeAttribute("", name, classes, per) for name, classes, per in counts if classes is not None)
-        return replace(found, lengths=lengths, sites={}, direct=frozenset())
+        return replace(
+            found, rewiring=replace(found.rewiring, size_attributes=lengths), conv_geometry={}, used_once=frozenset()
+        )
 
     found = sized(tracer.settle(describe(example), ignore, stream))
     misfits = Trial(graph, example, found, tracer.sized_classes(), []).misfits()

@@ -35,7 +35,10 @@ from hap.groups.types import (
     Ints,
     OutputScatter,
     Producer,
+    Rewiring,
     SizeAttribute,
+    TracedCosts,
+    Traits,
     WeightMacs,
 )
 from hap.tracing import weight_views
@@ -95,10 +98,10 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
         _warn_of(untold)
     tracer.lengths += trial.found
     reasons = trial.reasons(misfits) | dict.fromkeys(untold, UNTOLD)
-    if reasons or (trial.found and groups.padded):
+    if reasons or (trial.found and groups.traits.zero_padded):
         groups = tracer.without(groups, reasons, model, telling, shapes)
     elif trial.found:
-        groups = replace(groups, lengths=(*groups.lengths, *trial.found))
+        groups = groups.with_rewiring(size_attributes=trial.found)
     if branches is not None and (unfit := branches.misfits(groups)):
         for name, why in unfit.items():
             tracer.freeze(groups[name].classes, name, why)
@@ -433,30 +436,36 @@ class Tracer:
             axes=axes,
             classes=self._next,
             feeds=feeds,
-            lengths=tuple(replace(x, classes=root[x.classes]) for x in self.lengths),
             shapes=self.shapes,
             trainable=self.trainable,
-            terms=tuple(self.terms),
-            fixed_macs=self.fixed_macs,
-            uncounted=tuple(sorted(self.uncounted)),
-            products=tuple(ActivationMacs(root[p.classes], p.positions) for p in self.products),
-            written=tuple(self._written(root)),
-            direct=frozenset(w for w in self._direct if self._uses[w] == 1),
-            sites={w: s for w, s in self.sites.items() if self._uses[w] == 1},
-            narrowings=tuple(replace(x, classes=root[x.classes]) for x in self.narrowings),
-            scatters=tuple(OutputScatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
-            scales=tuple(dict.fromkeys(self.scales)),
-            spanned=_removable(root, self.spanned),
-            met=_removable(root, self.met),
-            whole=_removable(root, [x.ravel() for x, dims in self.whole if _several(root[x], dims)]),
+            costs=TracedCosts(
+                weight_macs=tuple(self.terms),
+                activation_macs=tuple(ActivationMacs(root[p.classes], p.positions) for p in self.products),
+                fixed_macs=self.fixed_macs,
+                written_values=tuple(self._written(root)),
+                uncounted=tuple(sorted(self.uncounted)),
+            ),
+            rewiring=Rewiring(
+                size_attributes=tuple(replace(x, classes=root[x.classes]) for x in self.lengths),
+                input_selections=tuple(replace(x, classes=root[x.classes]) for x in self.narrowings),
+                output_scatters=tuple(OutputScatter(s.module, root[s.narrow], root[s.wide]) for s in self.scatters),
+            ),
+            traits=Traits(
+                spanned=_removable(root, self.spanned),
+                in_activation_products=_removable(root, self.met),
+                whole_matrices=_removable(root, [x.ravel() for x, dims in self.whole if _several(root[x], dims)]),
+            ),
+            used_once=frozenset(w for w in self._direct if self._uses[w] == 1),
+            conv_geometry={w: s for w, s in self.sites.items() if self._uses[w] == 1},
+            batchnorm_weights=tuple(dict.fromkeys(self.scales)),
             frozen=tuple(dict.fromkeys([*self.frozen, *untouched.values()])),
-            untouched=untouched,
+            unprunable=untouched,
             curved=self.curved or (shared and f"{shared} is used twice"),
             example=example,
         )
         held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in self.held)])])
         groups, unable = pad_with_zeros(groups, held, self.called, self.modules, self.inside)
-        self.root = np.where(np.isin(root, list(groups.padded)), 0, root)
+        self.root = np.where(np.isin(root, list(groups.traits.zero_padded)), 0, root)
         if not len(unable):
             return groups
         for labels, about in self.held:
@@ -480,7 +489,7 @@ class Tracer:
 
         Of heads, zeros stand in for those that go.
         """
-        whole = [n for n in misfits if n in heads(groups) and groups.padded.isdisjoint(groups[n].classes.tolist())]
+        whole = [n for n in misfits if n in heads(groups) and not groups.pads(n)]
         for name, why in misfits.items():
             (self.hold if name in whole else self.freeze)(groups[name].classes, name, why)
         found = self.finish(groups.example)

@@ -54,7 +54,7 @@ class TrainingOnly:
 
     def misfits(self, groups: Groups) -> dict[str, str]:
         """The groups that cannot lose units because the model would not run in training then, and why."""
-        removal = rounds_of(groups, [x.classes for x in groups.lengths], set())[0][1]
+        removal = rounds_of(groups, [x.classes for x in groups.rewiring.size_attributes], set())[0][1]
         return _misfits([n for n in groups if removal[n]], lambda names: self._problem(groups, removal, names))
 
     def _problem(self, groups: Groups, removal: Mapping[str, list[int]], names: Sequence[str]) -> str | None:

@@ -44,7 +44,7 @@ def _layers(
     if np.isin(group.classes, groups.feeds).any():  # a stream has a scatter of its own
         return None
     made, read = [(p.weight, p.dim) for p in group.producers], list(group.consumers)
-    uses = Counter(term.weight for term in groups.terms)
+    uses = Counter(term.weight for term in groups.costs.weight_macs)
     for weight, dim in made + read:
         name, _, leaf = weight.rpartition(".")
         module, calls = modules.get(name), called.get(name, [])
@@ -71,7 +71,7 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], insid
     cut = set().union(*around.values())
     to = np.arange(groups.classes)
     to[padded] = 0
-    scatters, narrowings = list(groups.scatters), [replace(x, classes=to[x.classes]) for x in groups.narrowings]
+    scatters, selections = [], []
     made = {(p.weight, p.dim): None for n in around for p in groups[n].producers}
     read = {key: None for n in around for key in groups[n].consumers}
     for weight, dim in made:
@@ -79,15 +79,12 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], insid
         scatters.append(OutputScatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
     for weight, dim in read:
         classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        narrowings.append(InputSelection(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
+        selections.append(InputSelection(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
+    spanned, chosen, kept = groups.traits.spanned, frozenset(padded.tolist()), groups.relabelled(to)
     return replace(
         groups,
-        axes={key: classes if key in cut else to[classes] for key, classes in groups.axes.items()},
-        lengths=tuple(replace(x, classes=to[x.classes]) for x in groups.lengths),
-        products=tuple(replace(x, classes=to[x.classes]) for x in groups.products),
-        narrowings=tuple(narrowings),
-        scatters=tuple(scatters),
-        spanned=groups.spanned - frozenset(padded.tolist()),
-        renormed=groups.spanned & frozenset(padded.tolist()),
-        padded=frozenset(padded.tolist()),
-    )
+        axes={key: groups.axes[key] if key in cut else classes for key, classes in kept.axes.items()},
+        costs=replace(groups.costs, activation_macs=kept.costs.activation_macs),
+        rewiring=replace(kept.rewiring, output_scatters=groups.rewiring.output_scatters),
+        traits=replace(groups.traits, spanned=spanned - chosen, padded_in_norms=spanned & chosen, zero_padded=chosen),
+    ).with_rewiring(input_selections=selections, output_scatters=scatters)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,25 +62,7 @@ def _with_likes(items: Iterable[Any], repeated: Mapping[Any, Any]) -> list[Any]:
 
 def without_repeats(groups: Groups, repeats: Repeats) -> Groups:
     """The groups, and all that belongs to them, without what is in blocks that repeat others."""
-
-    def outside(name: str) -> bool:
-        return not f"{name}.".startswith(starts)
-
-    starts = tuple(f"{block}." for block in repeats.blocks)
-    if not starts:
-        return groups
-    return replace(
-        groups,
-        groups={n: g for n, g in groups.items() if n not in repeats.groups},
-        axes={key: classes for key, classes in groups.axes.items() if outside(key[0])},
-        shapes={n: shape for n, shape in groups.shapes.items() if outside(n)},
-        trainable=frozenset(filter(outside, groups.trainable)),
-        terms=tuple(x for x in groups.terms if outside(x.weight)),
-        sites={n: site for n, site in groups.sites.items() if outside(n)},
-        lengths=tuple(x for x in groups.lengths if outside(x.module)),
-        narrowings=tuple(x for x in groups.narrowings if outside(x.module)),
-        scatters=tuple(x for x in groups.scatters if outside(x.module)),
-    )
+    return groups.restricted(repeats.blocks, repeats.groups) if repeats.blocks else groups
 
 
 def find_repeats(tracer: Tracer, groups: Groups, candidates: list[SizeAttribute], shapes: Mapping[str, int]) -> Repeats:
@@ -198,7 +180,7 @@ class _Pairing:
         for number, group in enumerate(groups.values()):
             self.owner[group.classes] = number
         self.spanned = np.zeros(groups.classes, dtype=bool)
-        self.spanned[list(groups.spanned)] = True
+        self.spanned[list(groups.traits.spanned)] = True
 
     def __call__(self, name: str, known: str) -> tuple[dict[str, str], dict[int, int]] | None:
         """Groups and candidates of `name`, each with its like in `known`. None, if they are not tied alike."""

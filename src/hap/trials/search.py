@@ -103,7 +103,7 @@ class Trial:
         model, example = touched(model, example, [name for (name, _), classes in groups.axes.items() if classes.any()])
         self.example, self.groups = (
             example,
-            replace(without_repeats(groups, repeats), untouched={}),
+            replace(without_repeats(groups, repeats), unprunable={}),
         )  # nobody reads its plans
         self.whole = partial(Trial, model, example, groups, sized, candidates, sliced=sliced, loud=loud)
         self.repeats, self.attributes, self.before = repeats, candidates, before
@@ -181,10 +181,10 @@ class Trial:
         return self.reaches[name]
 
     def _spanned(self, name: str) -> bool:
-        return not self.groups.spanned.isdisjoint(self._reach(name).tolist())
+        return not self.groups.traits.spanned.isdisjoint(self._reach(name).tolist())
 
     def _padded(self, name: str) -> bool:
-        return not self.groups.padded.isdisjoint(self._reach(name).tolist())
+        return not self.groups.traits.zero_padded.isdisjoint(self._reach(name).tolist())
 
     def misfits(self) -> list[str]:
         """The groups to freeze. Attributes that have to follow the others are kept in `found`."""
@@ -482,7 +482,7 @@ class Trial:
         What a norm spans changes values, so as much of it goes from both models that are compared. That these run with
         other parts of it, and return tensors of the same shapes, is tried by itself.
         """
-        groups = replace(self.groups, lengths=(*self.groups.lengths, *following.values()))
+        groups = self.groups.with_rewiring(size_attributes=following.values())
         drafted = partial(draft, groups, cost=self.cost)
         spanned = {n for n in cut if self._spanned(n)}
         reach = np.concatenate([NOTHING, *(self._reach(n) for n in spanned)])
@@ -573,7 +573,7 @@ def _telling(model: nn.Module, groups: Groups, loud: Mapping[str, float]) -> nn.
     Weights that are next to nothing hide what comes before them, such as a classifier that begins with zeros or the
     scale of a branch; these are random too. `loud` says of which groups the weights are so many times larger.
     """
-    multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.products)])
+    multiplied = np.concatenate([np.zeros(0, np.int64), *(p.classes for p in groups.costs.activation_macs)])
     among = [g for g in groups.values() if np.isin(g.classes, multiplied).any()]
     changed = informative_weights(model, {p.weight: 2.0 * loud.get(g.name, 1.0) for g in among for p in g.producers})
     return copy_with(model, changed) if changed else model

@@ -26,7 +26,8 @@ from hap.execution.fast_copy import cloned, copy_with
 from hap.execution.masked_execution import Remembering, SkippingZeros, Sparse
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
-from hap.planning.plan import Cut, Plan
+from hap.planning.plan import Plan
+from hap.planning.steps import Cut
 from hap.surgery.cut import cut_tensors, shortened, update_modules_
 from hap.utils.module_tree import named_tensors
 from hap.verification.informative_inputs import informative_example

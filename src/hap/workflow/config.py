@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hap.errors import HapError
-from hap.implants import KINDS, ChannelImplant, Implant, implant_from_dict
+from hap.implants import KINDS, Implant, implant_from_dict
 from hap.planning.budget import Budget, Limits
 from hap.scoring import Criterion, HessianTrace, as_criterion
 from hap.training import recipes
@@ -60,7 +60,7 @@ class PruneStep:
         return Limits(per_layer=self.per_layer, round_to=self.round_to, leave=self.leave)
 
     def make_implant(self) -> Implant | None:
-        kinds = [name for name, kind in KINDS.items() if issubclass(kind, ChannelImplant)]
+        kinds = [name for name, kind in KINDS.items() if not kind.needs_head_spaces]
         if self.implant_kind not in kinds:
             raise HapError(f"implant kind is {self.implant_kind!r}; expected one of {', '.join(kinds)}")
         if not self.implant:
