@@ -146,6 +146,10 @@ class ScoringContext:
         )
         return fold(group, producer, each)
 
+    def mean_square(self, group: Group, producer: Producer) -> Tensor:
+        """||w_p||^2 / |p|, p what each unit owns in a producer."""
+        return self.sum_of(torch.square, group, producer) / self.sizes(group, producer).clamp_min(1)
+
     def assemble(self, formula: Callable[[Group, Producer], Tensor]) -> dict[str, Tensor]:
         """Scores from a formula per producer: a unit's score sums over its producers."""
         return {n: torch.stack([formula(g, p) for p in g.producers]).sum(0) for n, g in self.groups.items()}

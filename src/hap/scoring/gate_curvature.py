@@ -20,7 +20,8 @@ from hap.scoring.affine import affine_norms
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import BATCH_FIRST, Batch
 from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, of_one_sample, over_samples, survey
-from hap.scoring.hessian_trace import MOST_OUTPUTS, quiet
+from hap.scoring.hessian_trace import MOST_OUTPUTS
+from hap.scoring.hutchinson import quiet
 from hap.scoring.outputs import CannotSample
 from hap.scoring.row_norms import computes_as
 

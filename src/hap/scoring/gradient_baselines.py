@@ -14,7 +14,8 @@ from hap.errors import HapError
 from hap.execution.calling import call_arguments, copied
 from hap.scoring.base import Criterion, Scores, ScoringContext
 from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, samples
-from hap.scoring.hessian_trace import quadratics
+from hap.scoring.hessian_operator import Hessian
+from hap.scoring.hutchinson import diagonal_estimates
 from hap.scoring.input_checks import as_hap_error, check_alone, check_steady, check_targets, is_per_sample
 from hap.scoring.memory_chunks import Pieces
 from hap.utils import distributed
@@ -139,9 +140,12 @@ class OBD(Criterion):
 
     def scores(self, problem: ScoringContext) -> Scores:
         diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        for block in quadratics(problem, self.probes, self.chunk, self.seed):
+        for _, block in diagonal_estimates(
+            Hessian(problem), problem.weights, range(self.probes), self.seed, self.chunk
+        ):
             for name, values in block.items():
                 diagonal[name] += values.sum(0, dtype=torch.float64) / self.probes
+        distributed.sum_(diagonal.values())
         return Scores(
             problem.assemble(
                 lambda g, p: (

@@ -1,6 +1,9 @@
-"""The Hessian of the loss in the weights as an operator, without writing to the model."""
+"""The Hessian of the loss in the weights as a linear operator, without writing to the model."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,50 +16,70 @@ from hap.scoring.batch import Batch, samples
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.utils import distributed
 
+Tensors = dict[str, Tensor]
+"""Several vectors: by a weight's name, tensors of shape (count, *weight.shape)."""
+
+
+class Term(NamedTuple):
+    """A linear operator, `products(vectors)`, and how many vectors it takes at once."""
+
+    products: Callable[[Tensors], Tensors]
+    at_once: int
+
+
+class Operator(Protocol):
+    """A linear operator on the weights: the sum of its terms, and of those of all processes."""
+
+    def terms(self) -> Iterator[Term]: ...
+
+
+def multiply(operator: Operator, vectors: Tensors, chunk: int | None = None) -> Tensors:
+    """H v for many v, `chunk` of them at once, or as many as memory allows."""
+    total = {n: torch.zeros_like(v) for n, v in vectors.items()}
+    for term in operator.terms():
+
+        def work(part: slice, term: Term = term) -> Tensors:
+            return term.products({n: v[part] for n, v in vectors.items()})
+
+        for part, products in Pieces(chunk or term.at_once).of(len(next(iter(vectors.values()))), work):
+            for name, product in products.items():
+                total[name][part] += product
+    distributed.sum_(total.values())
+    return total
+
 
 class Hessian:
-    """The Hessian of the mean loss in some weights, as an operator on dicts of vectors. Knows nothing of traces."""
+    """The Hessian of the mean loss in some weights: one term, with its graph, for each batch."""
 
     def __init__(self, problem: ScoringContext):
         self.problem = problem
         self.weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
-        self._graph: tuple[dict[str, Tensor], int] | None = None
+        self._only: Term | None = None
 
-    def products(self, vectors: dict[str, Tensor], chunk: int | None = None) -> dict[str, Tensor]:
-        """H v for many v at once: vectors[name] has shape (count, *weight.shape), and so has the result.
-
-        `chunk` of them take one backward pass together, or as many as memory allows.
-        """
-        total = {n: torch.zeros_like(v) for n, v in vectors.items()}
-        count = len(next(iter(vectors.values())))
+    def terms(self) -> Iterator[Term]:
+        """Share of the samples times Hessian, batch by batch. The graph of an only batch is kept for the next call."""
         for batch, share in zip(self.problem.batches, self.problem.shares(), strict=True):
-            gradients, held = self._graph or self._gradients(batch)
-            if len(self.problem.batches) == 1:
-                self._graph = gradients, held  # for the next vectors too
+            term = self._only or self._term(batch, share)
+            self._only = term if len(self.problem.batches) == 1 else None
+            yield term
 
-            def work(part: slice, gradients: dict[str, Tensor] = gradients) -> dict[str, Tensor]:
-                return self._backward(gradients, {n: v[part] for n, v in vectors.items()})
+    def _term(self, batch: Batch, share: float) -> Term:
+        gradients, held = self._gradients(batch)
 
-            for part, products in Pieces(chunk or self._chunk(held, samples(batch))).of(count, work):
-                for name, product in products.items():
-                    total[name][part] += share * product
-        distributed.sum_(total.values())
-        return total
+        def products(vectors: Tensors) -> Tensors:
+            return {n: share * p for n, p in self._backward(gradients, vectors).items()}
 
-    def _chunk(self, held: int, count: int) -> int:
-        """How many vectors fit: each needs about as much again as the graph that they share."""
         device = next(iter(self.weights.values())).device
-        fitting = max(budget(device) // max(held, 1), 1)
-        return fitting if device.type == "cuda" else min(fitting, max(CPU_GRADIENTS // count, 1))
+        fitting = max(budget(device) // max(held, 1), 1)  # each vector needs about as much again as the graph
+        cached = fitting if device.type == "cuda" else max(CPU_GRADIENTS // samples(batch), 1)
+        return Term(products, min(fitting, cached))
 
-    def _gradients(self, batch: Batch) -> tuple[dict[str, Tensor], int]:
+    def _gradients(self, batch: Batch) -> tuple[Tensors, int]:
         """The gradients with their graph, and the bytes it holds."""
         weights = list(self.weights.values())
+        fused = sdpa_kernel(SDPBackend.MATH)  # fused attention has no second derivative
         try:
-            # fused attention has no second derivative
-            with (
-                torch.enable_grad(), affine_norms(self.problem), sdpa_kernel(SDPBackend.MATH), held_by_graph() as held
-            ):  # fmt: skip
+            with torch.enable_grad(), affine_norms(self.problem), fused, held_by_graph() as held:
                 _, loss = self.problem.evaluate(self.weights, batch)
                 gradients = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
         except torch.OutOfMemoryError as error:
@@ -66,7 +89,7 @@ class Hessian:
             ) from error
         return dict(zip(self.weights, gradients, strict=True)), held.bytes
 
-    def _backward(self, gradients: dict[str, Tensor], vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _backward(self, gradients: Tensors, vectors: Tensors) -> Tensors:
         """Double backward of several vectors under vmap; the graph is kept for the next ones.
 
         Forward-over-reverse takes as many convolutions, once the graph is there, and was no faster when timed.
@@ -74,12 +97,11 @@ class Hessian:
         live = [n for n, g in gradients.items() if g.requires_grad]
         if not live:
             return {n: torch.zeros_like(v) for n, v in vectors.items()}
+        inputs, slopes = list(self.weights.values()), [gradients[n] for n in live]
 
-        def one(vector: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(
-                [gradients[n] for n in live], list(self.weights.values()), [vector[n] for n in live],
-                retain_graph=True, materialize_grads=True,
-            )  # fmt: skip
+        def one(vector: Tensors) -> tuple[Tensor, ...]:
+            chosen = [vector[n] for n in live]
+            return torch.autograd.grad(slopes, inputs, chosen, retain_graph=True, materialize_grads=True)
 
         if len(next(iter(vectors.values()))) == 1:  # vmap costs time of its own
             products = tuple(p[None] for p in one({n: v[0] for n, v in vectors.items()}))

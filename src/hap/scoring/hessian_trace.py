@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,54 +14,18 @@ from hap.groups.types import Group, Producer
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.deflation import Deflated
 from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
-from hap.scoring.hessian_operator import Hessian
+from hap.scoring.hessian_operator import Hessian, Operator, Tensors
+from hap.scoring.hutchinson import diagonal_estimates, quiet, signs
+from hap.scoring.input_checks import check_finite_scores
 from hap.scoring.outputs import CannotSample
-from hap.scoring.running_mean import Running
+from hap.scoring.over_all_slices import mean_squares
+from hap.utils import distributed
 
 METHODS = ("auto", "exact", "sampled", "hutchinson", "gauss-newton")
 BLOCK = 25
 UNDECIDED = 0.01
 MOST_OUTPUTS = 20
 """Beyond this many outputs a few random combinations tell as much as one backward pass per output."""
-
-
-def rademacher(weights: dict[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """`count` vectors of independent signs, shaped like the weights."""
-    return {
-        n: torch.randint(0, 2, (count, *w.shape), generator=generator, device=generator.device).to(w) * 2 - 1
-        for n, w in weights.items()
-    }
-
-
-def quadratics(
-    problem: ScoringContext, probes: int, chunk: int | None, seed: int, deflate: int = 0
-) -> Iterator[dict[str, Tensor]]:
-    """The elements of v * Hv for random sign vectors v, a block of probes (the first axis) at a time.
-
-    With `deflate`, of so many directions H is known exactly, and v meets the rest alone: the same mean, less noise.
-    """
-    generator = torch.Generator(next(iter(problem.weights.values())).device).manual_seed(seed)
-    hessian = Hessian(problem)
-    operator: Hessian | Deflated = hessian
-    if deflate:
-        with quiet():
-            operator = Deflated(hessian, rademacher(problem.weights, deflate, generator), chunk)
-    for start in range(0, probes, BLOCK):
-        vectors = rademacher(problem.weights, min(BLOCK, probes - start), generator)
-        with quiet():
-            products = operator.products(vectors, chunk)
-        found = {n: v.mul_(products[n]) for n, v in vectors.items()}
-        yield {n: q + operator.diagonal[n] for n, q in found.items()} if isinstance(operator, Deflated) else found
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's remarks on operators that it runs one vector after the other."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="There is a performance drop because we have not yet implemented the batching rule"
-        )
-        yield
 
 
 @dataclass(frozen=True)
@@ -110,7 +72,7 @@ class HessianTrace(Criterion):
     def scores(self, problem: ScoringContext) -> Scores:
         curved = problem.groups.curved
         if self.method == "hutchinson" or (self.method == "auto" and curved is not None):
-            return self._hutchinson(problem)
+            return hutchinson(problem, self)
         found = survey(problem)
         why = found.why_not
         if self.method != "gauss-newton" and curved is not None:
@@ -123,7 +85,7 @@ class HessianTrace(Criterion):
                     raise
                 why = str(error)
         if self.method == "auto":
-            return self._hutchinson(problem)
+            return hutchinson(problem, self)
         raise HapError(f'method="{self.method}" does not apply: {why}. Use HessianTrace(method="hutchinson").')
 
     def _gauss_newton(self, problem: ScoringContext, found: Survey) -> Scores:
@@ -131,52 +93,82 @@ class HessianTrace(Criterion):
         sampled = self.method == "sampled" or (self.method != "exact" and found.outputs > MOST_OUTPUTS)
         method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
         traces = gauss_newton_traces(problem, found, self.draws if sampled else 0, self.seed)
-        samples = problem.assemble(lambda g, p: factor(problem, g, p) * fold(g, p, traces[p.weight]))
-        if not sampled:
-            return Scores({n: v[0] for n, v in samples.items()}, about={"method": method})
-        errors = {n: v.std(0) / self.draws**0.5 for n, v in samples.items()}
-        return Scores({n: v.mean(0) for n, v in samples.items()}, errors, {"method": method, "draws": self.draws})
+        values = equation_6(problem, lambda g, p: fold(g, p, traces[p.weight]))
+        if sampled:
+            return mean_scores(values, {"method": method, "draws": self.draws})
+        return Scores({n: v[0] for n, v in values.items()}, about={"method": method})
 
-    def _hutchinson(self, problem: ScoringContext) -> Scores:
-        """Mean and error of the score itself, probe by probe, so that errors cover the whole sum."""
-        running = Running()
-        for sample in self.estimates(problem):
-            running.add(sample)
-            if self.settle is not None and running.count % BLOCK == 0 and self._settled(running):
-                break
-        mean, error = running.mean, running.error()
-        if not torch.isfinite(mean).all():
-            raise HapError("a Hessian product is not finite; check the model's weights, or score in float32")
-        sizes = [len(g) for g in problem.groups.values()]
-        values, errors = (dict(zip(problem.groups, t.split(sizes), strict=True)) for t in (mean, error))
-        about = {"method": "hutchinson", "probes": running.count} | ({"deflate": self.deflate} if self.deflate else {})
-        return Scores(values, errors, about)
-
-    def estimates(self, problem: ScoringContext) -> Iterator[Tensor]:
-        """One unbiased estimate of all scores (float64, groups one after the other) per probe."""
-        factors = {n: [factor(problem, g, p) for p in g.producers] for n, g in problem.groups.items()}
-        for block in quadratics(problem, self.probes, self.chunk, self.seed, self.deflate):
-            yield from self._estimates(problem, factors, block)
-
-    @staticmethod
-    def _estimates(problem: ScoringContext, factors: dict[str, list[Tensor]], quadratic: dict[str, Tensor]) -> Tensor:
-        """Scores (probes, units) from the elements of v * Hv, which have the probes as their first axis."""
-        columns = []
-        for name, group in problem.groups.items():
-            parts = []
-            for producer, factor in zip(group.producers, factors[name], strict=True):
-                values = quadratic[producer.weight].movedim(producer.dim + 1, 1).flatten(2).sum(2, dtype=torch.float64)
-                parts.append(fold(group, producer, values) * factor)
-            columns.append(torch.stack(parts).sum(0))
-        return torch.cat(columns, dim=1)
-
-    def _settled(self, running: Running) -> bool:
-        assert self.settle is not None
-        cut = torch.quantile(running.mean, 1 - self.settle)
-        return float(((running.mean - cut).abs() < 2 * running.error()).double().mean()) <= UNDECIDED
+    def estimates(self, problem: ScoringContext) -> Tensor:
+        """Unbiased estimates of all scores by Hutchinson's method: (probes, units), groups one after the other."""
+        return torch.cat(list(next(_estimates(problem, self, self.probes, jointly=False)).values()), dim=1)
 
 
-def factor(problem: ScoringContext, group: Group, producer: Producer) -> Tensor:
-    """What turns a trace into equation 6, per unit of one producer: ||w_p||^2 / (2 |p|)."""
-    norm = problem.sum_of(torch.square, group, producer)
-    return norm / (2 * problem.sizes(group, producer).clamp_min(1))
+def hutchinson(problem: ScoringContext, how: HessianTrace, jointly: bool = False) -> Scores:
+    """Equation 6 by random probes, with standard errors; `jointly` takes all slices of a unit as one p."""
+    values: dict[str, Tensor] = {}
+    for block in _estimates(problem, how, BLOCK if how.settle else how.probes, jointly):
+        values = {n: torch.cat([values[n], v]) if values else v for n, v in block.items()}
+        if how.settle is not None and _settled(torch.cat(list(values.values()), dim=1), how.settle):
+            break
+    check_finite_scores(torch.cat(list(values.values()), dim=1), "a Hessian product")
+    count = len(next(iter(values.values())))
+    deflated = {"deflate": how.deflate} if how.deflate else {}
+    return mean_scores(values, {"method": "hutchinson", "probes": count} | deflated)
+
+
+def _estimates(problem: ScoringContext, how: HessianTrace, block: int, jointly: bool) -> Iterator[dict[str, Tensor]]:
+    """Estimates (block, units) of equation 6 by group, so many probes at a time.
+
+    Products are summed along the axes of units, and folded into units once, since that waits for the device.
+    """
+    weights, known = problem.weights, Tensors()
+    operator: Operator = Hessian(problem)
+    if how.deflate:
+        with quiet():
+            operator = rest = Deflated(operator, signs(weights, range(how.deflate), how.seed), how.chunk)
+        known = rest.diagonal
+    axes = dict.fromkeys((p.weight, p.dim) for g in problem.groups.values() for p in g.producers)
+    last = how.deflate + how.probes
+    for first in range(how.deflate, last, block):
+        probes = range(first, min(first + block, last))
+        sums = {(n, d): weights[n].new_zeros(len(probes), weights[n].shape[d], dtype=torch.float64) for n, d in axes}
+        for part, values in diagonal_estimates(operator, weights, probes, how.seed, how.chunk):
+            for (name, dim), total in sums.items():
+                total[part] += _sum_along(values[name], dim)
+        distributed.sum_(sums.values())
+        for name, dim in axes if known else ():
+            sums[name, dim] += _sum_along(known[name][None], dim)
+
+        def trace(group: Group, producer: Producer, sums: Mapping[tuple[str, int], Tensor] = sums) -> Tensor:
+            return fold(group, producer, sums[producer.weight, producer.dim])
+
+        yield equation_6(problem, trace, jointly)
+
+
+def _sum_along(values: Tensor, dim: int) -> Tensor:
+    """Sums (count, length) of values (count, *shape) over all axes but `dim` of the shape, in float64."""
+    return values.movedim(dim + 1, 1).flatten(2).sum(2, dtype=torch.float64) if values.ndim > 2 else values.double()
+
+
+def _settled(estimates: Tensor, kept: float) -> bool:
+    """Whether all but a few units are two standard errors away from the cut that keeps such a share of them."""
+    mean = estimates.mean(0)
+    off = (mean - torch.quantile(mean, 1 - kept)).abs()
+    return float((off < 2 * estimates.std(0) / len(estimates) ** 0.5).double().mean()) <= UNDECIDED
+
+
+def mean_scores(estimates: dict[str, Tensor], about: dict[str, Any]) -> Scores:
+    """Means over independent estimates (count, units), and their standard errors."""
+    errors = {n: v.std(0) / len(v) ** 0.5 for n, v in estimates.items()}
+    return Scores({n: v.mean(0) for n, v in estimates.items()}, errors, about)
+
+
+def equation_6(
+    problem: ScoringContext, trace: Callable[[Group, Producer], Tensor], jointly: bool = False
+) -> dict[str, Tensor]:
+    """trace(H_pp) / (2 |p|) * ||w_p||^2, p what a unit owns in one producer, summed over its producers; with `jointly`,
+    p is all that it owns."""
+    if jointly:
+        traces, squares = problem.assemble(trace), mean_squares(problem)
+        return {n: traces[n] * squares[n] / 2 for n in traces}
+    return problem.assemble(lambda g, p: trace(g, p) * problem.mean_square(g, p) / 2)

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.errors import HapError
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
-from hap.scoring.hessian_trace import quadratics
+from hap.scoring.hessian_trace import HessianTrace, equation_6, hutchinson
 from hap.scoring.input_checks import check_finite_scores
-from hap.scoring.over_all_slices import mean_squares, per_unit_of_all, with_all_slices
-from hap.scoring.sampled_gauss_newton import drawn_traces
-from hap.utils import distributed
+from hap.scoring.over_all_slices import with_all_slices
+from hap.scoring.sampled_gauss_newton import drawn_squares
 
 METHODS = ("hutchinson", "gauss-newton")
 
@@ -52,24 +49,15 @@ class JointTrace(Criterion):
             )
 
     def scores(self, problem: ScoringContext) -> Scores:
-        inner = _input_axes(problem)
-        problem = with_all_slices(problem)
+        joint = with_all_slices(problem)
         if self.method == "hutchinson":
-            _refuse_half(problem)
-            probed = _deflated if self.deflate else _probed
-            count, traces = self.probes, probed(problem, self)
-        else:
-            count, traces = self.draws, drawn_traces(problem, inner, self.draws, self.seed)
-        check_finite_scores(traces, "a Hessian product" if self.method == "hutchinson" else "a squared gradient")
-        values = traces * torch.cat(list(mean_squares(problem).values())) / 2
-        sizes = [len(g) for g in problem.groups.values()]
-        mean = dict(zip(problem.groups, values.mean(0).split(sizes), strict=True))
-        about = {"method": self.method, "probes" if self.method == "hutchinson" else "draws": count}
-        if self.method != "hutchinson":
-            return Scores(mean, about=about)
-        error = values.std(0) / count**0.5
-        about |= {"deflate": self.deflate} if self.deflate else {}
-        return Scores(mean, dict(zip(problem.groups, error.split(sizes), strict=True)), about)
+            _refuse_half(joint)
+            how = HessianTrace("hutchinson", self.probes, chunk=1, seed=self.seed, deflate=self.deflate)
+            return hutchinson(joint, how, jointly=True)
+        squares = drawn_squares(joint, _input_axes(problem), self.draws, self.seed)
+        values = equation_6(joint, lambda g, p: fold(g, p, squares[p.weight, p.dim]), jointly=True)
+        check_finite_scores(torch.cat(list(values.values()), dim=1), "a squared gradient")
+        return Scores({n: v.mean(0) for n, v in values.items()}, about={"method": self.method, "draws": self.draws})
 
 
 def _refuse_half(problem: ScoringContext) -> None:
@@ -83,64 +71,9 @@ def _refuse_half(problem: ScoringContext) -> None:
             )
 
 
-def _deflated(problem: ScoringContext, how: JointTrace) -> Tensor:
-    """Estimates as those of `_probed`, with what the Hessian's leading directions contribute known exactly."""
-    blocks = quadratics(problem, how.probes, 1, how.seed, how.deflate)
-    probes = ({n: q[i] for n, q in block.items()} for block in blocks for i in range(len(next(iter(block.values())))))
-    return torch.stack(
-        [per_unit_of_all(problem, lambda g, p, e=elements: problem.per_unit(g, p, e[p.weight])) for elements in probes]
-    )
-
-
-def _probed(problem: ScoringContext, how: JointTrace) -> Tensor:
-    """v^T H_pp v for every probe and unit (probes, units): a double backward per probe and batch.
-
-    Products are summed along the axes of units, and folded into units once, since that waits for the device.
-    """
-    device = next(iter(problem.weights.values())).device
-    axes = dict.fromkeys((p.weight, p.dim) for g in problem.groups.values() for p in g.producers)
-    sums = {
-        (name, dim): torch.zeros(how.probes, problem.weights[name].shape[dim], dtype=torch.float64, device=device)
-        for name, dim in axes
-    }
-    for batch, share in zip(problem.batches, problem.shares(), strict=True):
-        weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-            _, loss = problem.evaluate(weights, batch)
-            slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
-        for probe in range(how.probes):
-            signs = _signs(weights, device, how.seed * 1_000_003 + probe)
-            products = torch.autograd.grad(slopes, list(weights.values()), signs, True, materialize_grads=True)
-            elements = {n: v * p for n, v, p in zip(weights, signs, products, strict=True)}
-            for (name, dim), total in sums.items():
-                total[probe] += share * _sum_along(elements[name], dim)
-    distributed.sum_(sums.values())
-    return per_unit_of_all(problem, lambda g, p: fold(g, p, sums[p.weight, p.dim]))
-
-
-def _sum_along(values: Tensor, dim: int) -> Tensor:
-    """The sum over all other axes, in float64."""
-    rest = [d for d in range(values.ndim) if d != dim]
-    return values.sum(rest, dtype=torch.float64) if rest else values.double()
-
-
-def _signs(weights: dict[str, Tensor], device: torch.device, seed: int) -> list[Tensor]:
-    """The same probe for every batch, drawn again each time instead of being kept."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return [
-        torch.randint(0, 2, w.shape, generator=generator, device=device).to(w).mul_(2).sub_(1) for w in weights.values()
-    ]
-
-
-# ---- the Gauss-Newton trace -----------------------------------------------------------------------------------
-
-
 def _input_axes(problem: ScoringContext) -> dict[str, int]:
     """Which axis of each matrix its layer reads with: the one across from that of the units it computes."""
     axes: dict[str, int] = {}
     for group in problem.groups.values():
         axes |= {p.weight: 1 - p.dim for p in group.producers} | dict(group.consumers)
     return axes
-
-
-# ---- the gradient of a gate -----------------------------------------------------------------------------------

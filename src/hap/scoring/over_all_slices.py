@@ -66,8 +66,3 @@ def mean_squares(problem: ScoringContext) -> dict[str, Tensor]:
     norms = problem.assemble(partial(problem.sum_of, torch.square))
     sizes = problem.assemble(problem.sizes)
     return {n: norms[n] / sizes[n].clamp_min(1) for n in norms}
-
-
-def per_unit_of_all(problem: ScoringContext, formula: Any) -> Tensor:
-    """One value per unit on the last axis, the units of all groups one after the other."""
-    return torch.cat(list(problem.assemble(formula).values()), dim=-1)

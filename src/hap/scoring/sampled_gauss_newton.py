@@ -12,18 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hap.errors import HapError
-from hap.scoring.base import ScoringContext, fold
+from hap.scoring.base import ScoringContext
 from hap.scoring.batch import Batch, samples
 from hap.scoring.input_checks import check_alone, check_targets, is_per_sample
-from hap.scoring.over_all_slices import per_unit_of_all
 from hap.utils import distributed
 
 
-def drawn_traces(problem: ScoringContext, inner: dict[str, int], draws: int, seed: int) -> Tensor:
-    """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and unit."""
+def drawn_squares(
+    problem: ScoringContext, inner: dict[str, int], draws: int, seed: int
+) -> dict[tuple[str, int], Tensor]:
+    """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and index p of an axis of a
+    weight: (draws, length). `inner` is the axis that a weight's layer reads with."""
     device = next(iter(problem.weights.values())).device
     generator = torch.Generator(device).manual_seed(seed)
-    values = torch.zeros(draws, problem.groups.units, dtype=torch.float64, device=device)
+    axes = [(name, dim) for name in problem.weights for dim in (0, 1)]
+    totals = {
+        (n, d): problem.weights[n].new_zeros(draws, problem.weights[n].shape[d], dtype=torch.float64) for n, d in axes
+    }
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
         check_targets(batch)
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
@@ -37,10 +42,10 @@ def drawn_traces(problem: ScoringContext, inner: dict[str, int], draws: int, see
         logits = _logits(output, loss, batch)
         for draw in range(draws):
             squares = _row_squares(problem, inner, seen, logits, _root_times_signs(logits, generator))
-            units = per_unit_of_all(problem, lambda g, p, s=squares: fold(g, p, s[p.weight, p.dim]))
-            values[draw] += share / len(logits) * units
-    distributed.sum_([values])
-    return values
+            for axis, values in squares.items():
+                totals[axis][draw] += share / len(logits) * values
+    distributed.sum_(totals.values())
+    return totals
 
 
 def _logits(output: Any, loss: Tensor, batch: Batch) -> Tensor:

@@ -21,10 +21,7 @@ class Magnitude(Criterion):
     name: ClassVar[str] = "magnitude"
 
     def scores(self, problem: ScoringContext) -> Scores:
-        def formula(group: Group, producer: Producer) -> torch.Tensor:
-            return problem.sum_of(torch.square, group, producer) / problem.sizes(group, producer).clamp_min(1)
-
-        return Scores(problem.assemble(formula))
+        return Scores(problem.assemble(problem.mean_square))
 
 
 @dataclass(frozen=True)

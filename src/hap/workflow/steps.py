@@ -15,7 +15,6 @@ from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.plan import Plan
 from hap.scoring import HessianTrace, Scores, ScoringContext
-from hap.scoring.running_mean import Running
 from hap.utils import distributed
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import example_of
@@ -96,14 +95,12 @@ def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: i
     except HapError:  # the network is not piecewise linear: there is no exact value to hold the estimate against
         exact = None
     names = [(layer, unit) for layer, group in groups.items() for unit in range(len(group))]
-    samples = list(HessianTrace(method="hutchinson", probes=probes, seed=seed).estimates(problem))
-    ranking = sum(samples[1:], samples[0]) if exact is None else torch.cat(list(exact.values()))
-    positions, running = _spread(ranking), Running()
-    means, errors = [], []
-    for sample in samples:
-        running.add(sample[positions])
-        means.append(running.mean.tolist())
-        errors.append(running.error().tolist() if running.count > 1 else [None] * len(positions))
+    samples = HessianTrace(method="hutchinson", probes=probes, seed=seed).estimates(problem)
+    positions = _spread(samples.sum(0) if exact is None else torch.cat(list(exact.values())))
+    seen = [samples[:count, positions] for count in range(1, probes + 1)]
+    means = [some.mean(0).tolist() for some in seen]
+    errors = [(some.std(0) / len(some) ** 0.5).tolist() for some in seen]
+    errors[0] = [None] * len(positions)
     channels = []
     for place, position in enumerate(positions):
         layer, unit = names[position]
