@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from hap.groups.types import Ints, SizeAttribute
 from hap.planning.assemble import draft
 from hap.planning.cost import CostModel
 from hap.planning.plan import Plan
-from hap.trials.attribute_need import Calls, Without
 from hap.trials.attribute_reads import Reads
 from hap.trials.removal_rounds import kind_of, rounds_of
 from hap.trials.repeated_blocks import NONE, Repeats, without_repeats
@@ -125,7 +123,6 @@ class Trial:
         self.found: list[SizeAttribute] = []
         self.wanted: dict[Key, list[Any]] = {}
         self.spread: set[Key] = set()
-        self.calls: tuple[frozenset[str], frozenset[int], Calls] | None = None
         self.asked = Asked()
         self.ends: dict[tuple[int, frozenset[str]], list[End]] = {}
         self.failed: str | None = None
@@ -420,38 +417,19 @@ class Trial:
     def _needed(self, names: list[str], lengths: list[SizeAttribute]) -> list[SizeAttribute] | None:
         """Without those that need not follow: a number may equal the length of an axis by chance. None: nothing fits.
 
-        One round shows that, unless all of them together do not bear it out. Where a round takes long, a number that
-        changes what its module returns is not asked for once more.
+        One round shows that, unless all of them together do not bear it out.
         """
         for rounds in (1, None):
             if not self._fits(names, lengths, rounds):
                 return None
-            needed, (spare, doubtful) = lengths, self._spare(names, lengths)
-            singly = [*(spare if len(spare) > 1 else ()), *(() if self.heavy else doubtful)]
-            for kinds in (spare, *({kind} for kind in singly)):  # all at once, or one by one
+            needed, spare = lengths, list(dict.fromkeys(map(_attribute_kind, lengths)))
+            for kinds in (spare, *({kind} for kind in spare if len(spare) > 1)):  # all at once, or one by one
                 fewer = [x for x in needed if _attribute_kind(x) not in kinds]
                 if len(fewer) < len(needed) and self._fits(names, fewer, rounds):
                     needed = fewer
             if self._fits(names, needed):
                 return needed
         return None
-
-    def _spare(self, names: list[str], lengths: list[SizeAttribute]) -> tuple[list[AttributeKind], list[AttributeKind]]:
-        """Of attributes that all follow and fit, the kinds that no module run by itself seems to need, and those that
-        change what one returns. Kinds without which a module fails are in neither."""
-        kinds = dict.fromkeys(map(_attribute_kind, lengths), Without.UNKNOWN)
-        cut = frozenset([*names, *self.rest])
-        following = frozenset(map(id, (*self.rest_lengths, *lengths)))
-        if self.calls is None or self.calls[:2] != (cut, following):
-            return list(kinds), []
-        told = (Without.FAILS, Without.DIFFERS)
-        places = Counter((x.module, x.attribute, x.entry) for x in lengths)
-        for x in lengths:
-            alone = places[x.module, x.attribute, x.entry] == 1  # else it is not known which axis it counts
-            kind = _attribute_kind(x)
-            if alone and kinds[kind] not in told and self._was_read(x):
-                kinds[kind] = self.calls[2].without(x, self.model.get_submodule(x.module))
-        return [k for k, w in kinds.items() if w not in told], [k for k, w in kinds.items() if w is Without.DIFFERS]
 
     def _needs(self, name: str) -> list[SizeAttribute] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
@@ -492,12 +470,12 @@ class Trial:
         base, plan, other = ({n: (spread if n in spanned else side)[n] for n in cut}
                              for side, spread in ((fewer, more), (more, more), (more, fewer)))  # fmt: skip
         fits, failed, why = True, None, None
-        calls = Calls({x.module for x in following.values()})
+        copies: list[nn.Module] = []
         if self.reads is not None:
             self.reads.forget(self.watched)
         try:
             tried = replace(drafted(plan), exact=True)
-            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), calls.listen_)
+            self.wanted[key] = self._run(tried, drafted(base), self.wanted.get(key), copies.append)
             if spanned and key not in self.spread:
                 self._run(replace(drafted(other), exact=False), None, self.wanted[key])
                 self.spread.add(key)
@@ -505,9 +483,7 @@ class Trial:
             fits, failed, why = False, _failing_module(error), _why(error)
         else:
             self.ran = True
-            assert calls.model is not None
-            self.pruned = calls.model, tried, self.example
-            self.calls = (frozenset(cut), frozenset(following), calls)
+            self.pruned = copies[0], tried, self.example
             self._be_precise(self.wanted[key])
         read = frozenset(id(x) for x in self.candidates if self._was_read(x))
         return End(frozenset(following), read, fits, failed, why)

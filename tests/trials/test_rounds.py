@@ -1,4 +1,4 @@
-"""Whether an attribute has to follow is asked of its module alone; whether torch exports, only of models that ask."""
+"""Attributes that are alike by chance, models that ask whether they are exported, and models that take long to run."""
 
 from __future__ import annotations
 
@@ -12,56 +12,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.graph.capture import Asked, exporting
-from hap.groups.types import SizeAttribute
 from hap.trials import removal_rounds, search
-from hap.trials.attribute_need import Calls, Without
-
-NO_CLASSES = torch.zeros(0, dtype=torch.int64).numpy()
-
-
-class Sizes(nn.Module):
-    """Sums pairs, as long as `pairs` says how many there are; may write to what it is given."""
-
-    def __init__(self, writes: bool = False) -> None:
-        super().__init__()
-        self.pairs, self.shape, self.unrelated, self.writes = 3, (2, 3), 3, writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.mul_(2) if self.writes else x * 2
-        return x.view(self.shape[0], -1).sum(0)[: self.pairs] + 0 * self.unrelated
-
-
-def called(module: Sizes) -> Calls:
-    """After a run in which two pairs are left of three."""
-    model = nn.Sequential(module)
-    module.pairs, module.shape = 2, (2, 2)
-    calls = Calls({"0"})
-    calls.listen_(model)
-    model(torch.arange(4.0))
-    return calls
-
-
-@pytest.mark.parametrize(("attribute", "entry"), [("pairs", 0), ("unrelated", 0), ("shape", 0), ("shape", 1)])
-def test_what_changes_nothing_is_not_missed(attribute: str, entry: int) -> None:
-    found = called(Sizes()).without(SizeAttribute("0", attribute, NO_CLASSES, entry=entry), Sizes())
-    assert found is Without.SAME
-
-
-def test_a_module_returns_something_else_or_fails_without_an_attribute() -> None:
-    dense = Sizes()
-    dense.pairs, dense.shape = 1, (3, 3)
-    calls = called(Sizes())
-    assert calls.without(SizeAttribute("0", "pairs", NO_CLASSES), dense) is Without.DIFFERS  # another length
-    assert (
-        calls.without(SizeAttribute("0", "shape", NO_CLASSES), dense) is Without.FAILS
-    )  # four values are no three rows
-    assert calls.found["0"].module.shape == (2, 2)  # as it was
-
-
-def test_a_module_that_writes_to_what_it_is_given_is_not_asked() -> None:
-    dense = Sizes()
-    dense.pairs = 1
-    assert called(Sizes(writes=True)).without(SizeAttribute("0", "pairs", NO_CLASSES), dense) is Without.UNKNOWN
 
 
 class Windowed(Heads):
@@ -126,14 +77,6 @@ def test_a_number_that_is_alike_by_chance_does_not_follow(kind: type[Windowed]) 
     torch.manual_seed(0)
     model = Caller(kind).double()
     assert followers(hap.trace(model, torch.randn(3, 2, 24).double())) == {("inner", "heads")}
-
-
-def test_modules_that_miss_an_attribute_spare_a_run_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removal_rounds, "SMALL_MODEL", 0)
-    runs = counting(monkeypatch, search, "check_by_running")
-    model = nn.Sequential(Heads(6), Hidden(), nn.Linear(24, 5)).double()
-    assert followers(hap.trace(model, example())) == {("0", "heads")}
-    assert len(runs) == 2  # one for each round
 
 
 class Asking(Heads):
