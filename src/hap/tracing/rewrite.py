@@ -98,7 +98,7 @@ def _graph(program: torch.export.ExportedProgram, sizes: list[Size]) -> nn.Modul
 
 
 def _sizes(tracer: Tracer) -> Iterator[Size]:
-    for node in tracer.program.graph.nodes:
+    for node in tracer.index.program.graph.nodes:
         if node.op == "call_function" and node not in tracer.views:
             tracer.reader = node
             yield from _sizes_of(tracer, node)

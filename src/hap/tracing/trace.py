@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import OutputKind
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap.errors import HapError
 from hap.execution.calling import describe
-from hap.graph.broadcast_axes import note_given
 from hap.graph.capture import Captured, capture, check_runs
+from hap.graph.index import GraphIndex
 from hap.graph.nodes import ends_branch, is_sum, keeps_zero, short_name
-from hap.graph.shared_tables import CalledArguments, TableUse, find_entries
+from hap.graph.shared_tables import CalledArguments, TableUse
 from hap.groups.components import components, distinct, merged, occurring
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
@@ -50,7 +50,6 @@ from hap.tracing.zero_padding import pad_with_zeros
 from hap.trials.repeated_blocks import find_repeats
 from hap.trials.search import Trial, run_trials
 from hap.utils.gc_pause import gc_paused
-from hap.utils.module_tree import named_tensors
 from hap.verification.informative_inputs import informative_example
 
 COUPLINGS = ("joint", "union")
@@ -83,12 +82,12 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     shapes = captured.shapes
     tracer = Tracer(model, captured.program, captured.called, coupling)
     tracer.run()
-    branches, unread = training_only(model, example, tracer.unread())
+    branches, unread = training_only(model, example, tracer.index.unread())
     if branches is not None:
         tracer.include(branches)
     groups = tracer.settle(describe(example), ignore, stream)
     counting = tracer.counting_attributes()
-    repeats = find_repeats(tracer, groups, counting, shapes)
+    repeats = find_repeats(tracer.index, tracer.classes_of, groups, counting, shapes)
     telling = informative_example(model, example)
     sized, sliced = tracer.sized_classes(), tracer.sliced_classes()
     trial, misfits, untold = run_trials(partial(Trial, model, telling, groups, sized, counting, repeats, sliced))
@@ -152,16 +151,12 @@ class Tracer:
     """Holds the labels while the rules run. Rules call `labels`, `axis`, `tie`, `join`, `freeze` and `set_*`."""
 
     def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, called: CalledArguments, coupling: str):
-        self.program = program
-        self.called = called
-        self.entries = find_entries(program, called)
-        self.shared = {table for table, _ in self.entries}
+        self.index = GraphIndex(model, program, called)
         self.entered: dict[tuple[fx.Node, TableUse | None], Tensor] = {}
         self.narrowings: list[InputSelection] = []
         self.reader: fx.Node | None = None
         self.coupling = coupling
         self.values: dict[fx.Node, Any] = {}
-        self.parameters: dict[fx.Node, str] = {}
         self.views: dict[fx.Node, Any] = {}
         self.axes: dict[tuple[str, int], Ints] = {}
         self.roles: dict[tuple[str, int], str] = {}
@@ -198,19 +193,6 @@ class Tracer:
         self.curved: str | None = None
         self.root: Ints = np.zeros(1, dtype=np.int64)
         self._next = 1
-        tensors = named_tensors(model)
-        first: dict[int, str] = {}
-        for name, tensor in tensors.items():
-            first.setdefault(id(tensor), name)
-        self.canonical = {name: first[id(tensor)] for name, tensor in tensors.items()}
-        self.shapes = {name: tuple(tensors[name].shape) for name in first.values()}
-        self.trainable = frozenset(n for n in self.shapes if isinstance(tensors[n], nn.Parameter))
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        names: dict[int, str] = {}
-        for name, module in self.modules.items():
-            names.setdefault(id(module), name)
-        self.names = {name: names[id(module)] for name, module in self.modules.items()}
-        self._calls = Counter(self.module(n) for n in program.graph.nodes if n.op == "call_function")
         self._uses: Counter[str] = Counter()
         self._direct: set[str] = set()
 
@@ -222,10 +204,10 @@ class Tracer:
 
     def labels(self, node: fx.Node) -> Tensor:
         """The labels of a tensor: one integer per position, with size 1 along axes where they do not vary."""
-        if node in self.parameters:
-            return self._parameter_labels(self.parameters[node])
-        entry = self.entries.get((node, self.reader)) if self.reader is not None else None
-        return self._entered(node, entry) if node in self.shared else self.values[node]
+        if node in self.index.parameters:
+            return self._parameter_labels(self.index.parameters[node])
+        entry = self.index.table_uses.get((node, self.reader)) if self.reader is not None else None
+        return self._entered(node, entry) if node in self.index.tables else self.values[node]
 
     def _entered(self, table: fx.Node, entry: TableUse | None) -> Tensor:
         """The labels of a table inside a module that picks its own part of it along the one axis where it varies.
@@ -248,7 +230,7 @@ class Tracer:
 
     def _parameter_labels(self, name: str) -> Tensor:
         """A vector (up to size-1 axes) carries labels of its own; a matrix used freely may not be cut at all."""
-        shape = self.shapes[name]
+        shape = self.index.shapes[name]
         long = [d for d, size in enumerate(shape) if size > 1]
         if len(long) != 1:
             for d in long:
@@ -260,9 +242,9 @@ class Tracer:
         """The labels of a parameter axis, made on first use."""
         key = (parameter, dim)
         if key not in self.axes:
-            self.axes[key] = self.fresh(self.shapes[parameter][dim])
+            self.axes[key] = self.fresh(self.index.shapes[parameter][dim])
             self.roles[key] = "free"
-        if role != "out" or parameter in self.trainable:  # a fixed filter in a buffer produces, but owns no unit
+        if role != "out" or parameter in self.index.trainable:  # a fixed filter in a buffer produces, but owns no unit
             self.roles[key] = role if role != "free" else self.roles.get(key, role)
         return self.axes[key]
 
@@ -272,7 +254,7 @@ class Tracer:
         if key in self.axes:
             self.join(self.axes[key], labels)
         self.axes.setdefault(key, labels)
-        self.roles.setdefault(key, role if role != "out" or parameter in self.trainable else "free")
+        self.roles.setdefault(key, role if role != "out" or parameter in self.index.trainable else "free")
 
     def join(self, a: Ints, b: Ints) -> None:
         a, b = (x.ravel() for x in np.broadcast_arrays(a, b))
@@ -295,13 +277,16 @@ class Tracer:
         self.held.append((distinct(labels), Frozen(what, why)))
 
     def parameter(self, node: Any) -> str | None:
-        return self.parameters.get(node) if isinstance(node, fx.Node) else None
+        return self.index.parameter(node)
+
+    def module(self, node: fx.Node) -> str:
+        return self.index.module(node)
 
     def contraction(self, node: fx.Node, view: View, positions: int) -> None:
         """A layer multiplies each element of a weight so many times."""
         weight = view.name
         self._uses[weight] += 1
-        layer = self.modules.get(self.module(node))
+        layer = self.index.modules.get(self.module(node))
         plain = view.whole and not view.spans and f"{self.module(node)}.weight" == weight
         if plain and isinstance(layer, _ConvNd | nn.Linear):
             self._direct.add(weight)
@@ -316,32 +301,16 @@ class Tracer:
         owner, outer = weight.rpartition(".")[0], self.module(node)
         return owner != outer and f"{owner}.".startswith(f"{outer}." if outer else "")
 
-    def called_once(self, node: fx.Node) -> str | None:
-        """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
-        module = self.module(node)
-        return module if module and self._calls[module] == 1 else None
-
-    def module(self, node: fx.Node) -> str:
-        """The innermost module that ran this node, by the first of its names."""
-        stack = node.meta.get("nn_module_stack") or {}
-        name = list(stack.values())[-1][0] if stack else ""
-        return self.names.get(name, name)
-
-    def unread(self) -> frozenset[str]:
-        """The parameters that no node reads."""
-        return self.trainable - {name for node, name in self.parameters.items() if node.users}
-
     # ---- the walk -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        inputs = {s.arg.name: s for s in self.program.graph_signature.input_specs}
         anchors = self._anchors() if self.coupling == "union" else {}
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self._placeholder(node, inputs[node.name])
-            note_given(node, node not in self.parameters if node.op == "placeholder" else None)
-        self.views = weight_views.find_views(self, self.program.graph)
-        for node in self.program.graph.nodes:
+        for node in self.index.program.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder" and node not in self.index.parameters and isinstance(value, Tensor):
+                self.values[node] = torch.zeros([1] * value.ndim, dtype=torch.int64)
+        self.views = weight_views.find_views(self, self.index.program.graph)
+        for node in self.index.program.graph.nodes:
             if node.op == "placeholder" or node in self.views:  # a layer asks for views when it gets there
                 continue
             if node.op == "call_function":
@@ -382,15 +351,9 @@ class Tracer:
         """The labels that layers compute."""
         return [labels for key, labels in self.axes.items() if self.roles[key] == "out"] + [w for _, w in self.feeds]
 
-    def _placeholder(self, node: fx.Node, spec: Any) -> None:
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in self.canonical:
-            self.parameters[node] = self.canonical[spec.target]
-        elif isinstance(node.meta.get("val"), Tensor):
-            self.values[node] = torch.zeros([1] * node.meta["val"].ndim, dtype=torch.int64)
-
     def _outputs(self) -> None:
-        by_name = {n.name: n for n in self.program.graph.nodes}
-        for spec in self.program.graph_signature.output_specs:
+        by_name = {n.name: n for n in self.index.program.graph.nodes}
+        for spec in self.index.program.graph_signature.output_specs:
             node = by_name.get(getattr(spec.arg, "name", ""))
             if spec.kind is OutputKind.USER_OUTPUT and node is not None and isinstance(self.values.get(node), Tensor):
                 self.freeze(self.values[node], self.module(node) or node.name, OUTPUT)
@@ -398,13 +361,13 @@ class Tracer:
     def _anchors(self) -> dict[fx.Node, str]:
         """Where `union` coupling can widen a branch: the module before a sum, past operators that keep zero zero."""
         found = {}
-        for node in self.program.graph.nodes:
+        for node in self.index.program.graph.nodes:
             if node.op == "call_function" and is_sum(node):
                 for operand in node.args[:2]:
                     while isinstance(operand, fx.Node) and keeps_zero(operand):
                         operand = operand.args[0]
-                    module = self.called_once(operand) if isinstance(operand, fx.Node) else None
-                    if module and ends_branch(operand) and isinstance(self.modules[module], _ConvNd | _NormBase):
+                    module = self.index.called_once(operand) if isinstance(operand, fx.Node) else None
+                    if module and ends_branch(operand) and isinstance(self.index.modules[module], _ConvNd | _NormBase):
                         found[operand] = module
         return found
 
@@ -436,8 +399,8 @@ class Tracer:
             axes=axes,
             classes=self._next,
             feeds=feeds,
-            shapes=self.shapes,
-            trainable=self.trainable,
+            shapes=self.index.shapes,
+            trainable=self.index.trainable,
             costs=TracedCosts(
                 weight_macs=tuple(self.terms),
                 activation_macs=tuple(ActivationMacs(root[p.classes], p.positions) for p in self.products),
@@ -464,7 +427,7 @@ class Tracer:
             example=example,
         )
         held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in self.held)])])
-        groups, unable = pad_with_zeros(groups, held, self.called, self.modules, self.inside)
+        groups, unable = pad_with_zeros(groups, held, self.index.called, self.index.modules, self.inside)
         self.root = np.where(np.isin(root, list(groups.traits.zero_padded)), 0, root)
         if not len(unable):
             return groups
@@ -494,7 +457,7 @@ class Tracer:
             (self.hold if name in whole else self.freeze)(groups[name].classes, name, why)
         found = self.finish(groups.example)
         if among := [n for n in whole if n in found]:
-            repeats = find_repeats(self, found, [], shapes)
+            repeats = find_repeats(self.index, self.classes_of, found, [], shapes)
             trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
             with closing(trial):
                 wrong = trial.unfit(among)
@@ -544,7 +507,7 @@ class Tracer:
             for dim, size in enumerate(labels.shape):
                 rows = roots.movedim(dim, 0).reshape(size, -1)
                 if size > 1 and bool((rows == rows[:, :1]).all()) and len(rows[:, 0].unique()) > 1:
-                    for attribute, value in _countable(self.modules.get(module)):
+                    for attribute, value in _countable(self.index.modules.get(module)):
                         several = isinstance(value, tuple | list)
                         for entry, number in enumerate(value if several else [value]):
                             right = part in (None, entry) or not several
@@ -553,6 +516,11 @@ class Tracer:
                                 length = SizeAttribute(module, attribute, classes, entry=entry, axis=len(axes))
                                 axes.setdefault(classes.tobytes(), length)
         return [length for axes in found.values() for length in axes.values()]
+
+    def classes_of(self, node: fx.Node) -> Ints | None:
+        """The class of each position of a node's result, with size 1 along axes where it does not vary."""
+        labels = self.values.get(node)
+        return self.root[labels.numpy()] if isinstance(labels, Tensor) else None
 
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""

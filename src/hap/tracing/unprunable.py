@@ -46,8 +46,8 @@ def find_untouched(tracer: Tracer, axes: dict[tuple[str, int], Ints], count: int
     cut = {name for (name, _), classes in axes.items() if classes.any()}
     readers = _readers(tracer)
     found = {}
-    for name in sorted(tracer.trainable & readers.keys() - cut):
-        dims = [d for d, size in enumerate(tracer.shapes[name]) if size > 1]
+    for name in sorted(tracer.index.trainable & readers.keys() - cut):
+        dims = [d for d, size in enumerate(tracer.index.shapes[name]) if size > 1]
         seen = [(name, d) for d in dims if (name, d) in tracer.axes and tracer.axes[name, d].any()]
         stays = {key: x[~expected[x]] for key in seen if not expected[x := root[tracer.axes[key]]].all()}
         reasons = reason[np.concatenate([none, *stays.values()])]
@@ -76,7 +76,7 @@ def _expected(tracer: Tracer, root: Ints) -> Bools:
 def _readers(tracer: Tracer) -> dict[str, list[fx.Node]]:
     """The operators that read each parameter, where some do."""
     found: dict[str, list[fx.Node]] = {}
-    for node, name in tracer.parameters.items():
+    for node, name in tracer.index.parameters.items():
         if node.users:
             found.setdefault(name, []).extend(node.users)
     return found

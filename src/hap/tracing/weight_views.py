@@ -49,7 +49,7 @@ def view_of(tracer: Tracer, node: Any) -> View | None:
     if not isinstance(node, fx.Node):
         return None
     if (name := tracer.parameter(node)) is not None:
-        return View.of(name, tracer.shapes[name])
+        return View.of(name, tracer.index.shapes[name])
     return tracer.views.get(node)
 
 
@@ -82,7 +82,7 @@ def find_views(tracer: Tracer, graph: fx.Graph) -> dict[fx.Node, Any]:
     pure: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            pure[node] = node in tracer.parameters
+            pure[node] = node in tracer.index.parameters
         else:
             pure[node] = node.op in ("call_function", "get_attr") and all(pure[a] for a in node.all_input_nodes)
     weighing: set[fx.Node] = set()
@@ -181,17 +181,17 @@ def _computed(tracer: Tracer, node: fx.Node, layers: list[fx.Node]) -> View | No
         made = seen.pop()
         single = single and is_pointwise(made)
         for a in made.all_input_nodes:
-            if a in tracer.parameters:
-                roots.add(tracer.parameters[a])
+            if a in tracer.index.parameters:
+                roots.add(tracer.index.parameters[a])
             else:
                 seen.append(a)
     shape = shape_of(node)
-    alike = [n for n in roots if tracer.shapes[n] == shape]
-    masks = [n for n in alike if n not in tracer.trainable] if single and len(alike) > 1 else []
+    alike = [n for n in roots if tracer.index.shapes[n] == shape]
+    masks = [n for n in alike if n not in tracer.index.trainable] if single and len(alike) > 1 else []
     vectors = [n for n in roots if n not in alike]
-    long = {n: [d for d, size in enumerate(tracer.shapes[n]) if size > 1] for n in vectors}
+    long = {n: [d for d, size in enumerate(tracer.index.shapes[n]) if size > 1] for n in vectors}
     if len(alike) - len(masks) != 1 or any(
-        len(d) > 1 or [tracer.shapes[n][i] for i in d] not in ([], [shape[out]]) for n, d in long.items()
+        len(d) > 1 or [tracer.index.shapes[n][i] for i in d] not in ([], [shape[out]]) for n, d in long.items()
     ):
         return None
     (weight,) = (n for n in alike if n not in masks)

@@ -10,21 +10,22 @@ Whoever relies on that still runs all of them when the pruned model is checked: 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from hap.graph.index import GraphIndex
 from hap.graph.same_modules import same_modules
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, Ints, SizeAttribute
 from hap.trials.attribute_reads import SETTINGS
 
-if TYPE_CHECKING:
-    from hap.tracing.trace import Tracer
+ClassesOf = Callable[[fx.Node], Ints | None]
+"""The class of each position of a node's result, with size 1 along axes where it does not vary; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,24 @@ def without_repeats(groups: Groups, repeats: Repeats) -> Groups:
     return groups.restricted(repeats.blocks, repeats.groups) if repeats.blocks else groups
 
 
-def find_repeats(tracer: Tracer, groups: Groups, candidates: list[SizeAttribute], shapes: Mapping[str, int]) -> Repeats:
-    """Blocks that repeat an earlier one, the outermost of those that do. Streams of branches are tried in full."""
+def find_repeats(
+    index: GraphIndex, classes: ClassesOf, groups: Groups, candidates: list[SizeAttribute], shapes: Mapping[str, int]
+) -> Repeats:
+    """Blocks that repeat an earlier one, the outermost of those that do. Streams of branches are tried in full.
+
+    `classes` says to which class each position of a node's result belongs. `shapes` counts the calls of modules that
+    return a tensor just like their first argument: see `call_shapes`.
+    """
     if len(groups.feeds):
         return Repeats()
     found = Repeats()
-    regions = _regions(tracer, [n for n, calls in shapes.items() if calls == 1])
+    regions = _regions(index, [n for n, calls in shapes.items() if calls == 1])
     pairing = _Pairing(groups, candidates)
     latest: dict[Any, str] = {}
-    for name in (n for n in tracer.modules if n in regions):
+    for name in (n for n in index.modules if n in regions):
         if any(name.startswith(f"{done}.") for done in found.blocks):
             continue
-        signature = _signature(tracer, name, regions[name])
+        signature = _signature(index, classes, name, regions[name])
         if signature is None:
             continue
         known = latest.get(signature)
@@ -86,16 +93,16 @@ def find_repeats(tracer: Tracer, groups: Groups, candidates: list[SizeAttribute]
         found.blocks[name] = known
         found.groups.update(pair[0])
         found.lengths.update(pair[1])
-        if not same_modules(tracer.modules[name], tracer.modules[known]):
+        if not same_modules(index.modules[name], index.modules[known]):
             found.unlike.add(name)
     return found
 
 
-def _regions(tracer: Tracer, names: list[str]) -> dict[str, list[fx.Node]]:
+def _regions(index: GraphIndex, names: list[str]) -> dict[str, list[fx.Node]]:
     """What each of these modules runs, unless it is known by several names."""
-    known = Counter(tracer.names.values())
+    known = Counter(index.names.values())
     regions: dict[str, list[fx.Node]] = {n: [] for n in names if known[n] == 1}
-    for node in tracer.program.graph.nodes:
+    for node in index.program.graph.nodes:
         if node.op == "call_function":
             for name, _ in (node.meta.get("nn_module_stack") or {}).values():
                 if name in regions:
@@ -103,7 +110,7 @@ def _regions(tracer: Tracer, names: list[str]) -> dict[str, list[fx.Node]]:
     return regions
 
 
-def _signature(tracer: Tracer, name: str, nodes: list[fx.Node]) -> Any:
+def _signature(index: GraphIndex, classes: ClassesOf, name: str, nodes: list[fx.Node]) -> Any:
     """Equal for modules that run the same code on tensors of the same sizes. None: this one cannot be left out.
 
     It can if what leaves it can be cut just as what enters it.
@@ -118,16 +125,16 @@ def _signature(tracer: Tracer, name: str, nodes: list[fx.Node]) -> Any:
         if node in inside:
             return ("node", inside[node])
         if node not in outside:
-            parameter = tracer.parameters.get(node)
+            parameter = index.parameters.get(node)
             own = parameter is not None and parameter.startswith(f"{name}.")
             outside[node] = ("own", parameter[len(name) :]) if own else ("given", parameter, len(outside))  # type: ignore[index]
         return (*outside[node], _form(node))
 
     steps = [(n.target, _frozen(fx.map_arg((n.args, n.kwargs), refer)), _form(n)) for n in nodes]
-    entering = [n for n in outside if n not in tracer.parameters and _form(n) == _form(leaving[0])]
-    if not entering or not all(_cut_alike(tracer, n, leaving[0]) for n in entering):
+    entering = [n for n in outside if n not in index.parameters and _form(n) == _form(leaving[0])]
+    if not entering or not all(_cut_alike(classes(n), classes(leaving[0])) for n in entering):
         return None
-    modules = [(suffix, type(m), _settings(m)) for suffix, m in tracer.modules[name].named_modules()]
+    modules = [(suffix, type(m), _settings(m)) for suffix, m in index.modules[name].named_modules()]
     if any(settings is None for *_, settings in modules):
         return None
     return (tuple(steps), inside[leaving[0]], tuple(modules))
@@ -161,11 +168,10 @@ def _settings(module: nn.Module) -> Any:
     return tuple((k, type(v), v if isinstance(v, SETTINGS) else None) for k, v in own.items())
 
 
-def _cut_alike(tracer: Tracer, a: fx.Node, b: fx.Node) -> bool:
-    labels = tracer.values.get(a), tracer.values.get(b)
-    if not all(isinstance(x, Tensor) for x in labels):
+def _cut_alike(a: Ints | None, b: Ints | None) -> bool:
+    if a is None or b is None:
         return False
-    left, right = np.broadcast_arrays(*(tracer.root[x.numpy()] for x in labels))  # type: ignore[union-attr]
+    left, right = np.broadcast_arrays(a, b)
     return np.array_equal(left, right)
 
 

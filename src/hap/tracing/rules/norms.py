@@ -67,7 +67,7 @@ def group_norm(tracer: Tracer, node: fx.Node) -> Any:
 def _follow(tracer: Tracer, node: fx.Node, kind: Any, attributes: dict[str, int], labels: Tensor) -> None:
     """Integers of the node's module that count these labels (over a divisor). A function called with sizes is tried."""
     module = tracer.module(node)
-    if isinstance(tracer.modules.get(module), kind):
+    if isinstance(tracer.index.modules.get(module), kind):
         tracer.lengths += [
             SizeAttribute(module, name, labels.flatten().numpy(), per) for name, per in attributes.items()
         ]

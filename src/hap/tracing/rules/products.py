@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.export.graph_signature import InputKind
 
 from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, shape_of, short_name
-from hap.graph.operator_families import PRODUCTS, UNCHANGED
+from hap.graph.operator_families import PRODUCTS
 from hap.groups.components import distinct
 from hap.groups.types import ActivationMacs, Ints
 from hap.tracing import weight_views
@@ -249,7 +248,7 @@ def index(tracer: Tracer, node: fx.Node) -> Any:
     if len(dims) != 1 or not isinstance(places[dims[0]], fx.Node):
         return registry.freeze_all(tracer, node)
     if tracer.parameter(source) is None and (labels := tracer.labels(source)).shape[dims[0]] > 1:
-        return _picked(tracer, node, labels, dims[0], _constant(tracer, places[dims[0]]))
+        return _picked(tracer, node, labels, dims[0], tracer.index.constant(places[dims[0]]))
     return _looked_up(tracer, node, source, dims[0])
 
 
@@ -266,18 +265,6 @@ def _picked(tracer: Tracer, node: fx.Node, labels: Tensor, dim: int, places: Ten
     picked = registry.compress(labels[(slice(None),) * dim + (places,)])
     tracer.shaped.append((tracer.module(node), picked, None))
     return picked
-
-
-def _constant(tracer: Tracer, node: Any) -> Tensor | None:
-    """The values of a tensor that is written out in the code, None for any other."""
-    while isinstance(node, fx.Node) and short_name(node) in UNCHANGED | {"lift_fresh_copy"}:
-        node = node.args[0]
-    inputs = tracer.program.graph_signature.input_specs
-    spec = next((s for s in inputs if s.arg.name == getattr(node, "name", None)), None)
-    if spec is None or spec.kind is not InputKind.CONSTANT_TENSOR:
-        return None
-    value = tracer.program.constants.get(str(spec.target))
-    return value if isinstance(value, Tensor) else None
 
 
 @registry.rule("gather")

@@ -80,14 +80,14 @@ def _units(tracer: Tracer, node: fx.Node, x: fx.Node, names: list[str | None], p
     parts = [known[i : i + per] for i in range(0, len(known), per)]
     directions = [Direction(part[0], part[1], tuple(part[2:])) for part in parts]
     gates = RECURRENT[short_name(node)]
-    hidden = tracer.shapes[directions[0].states][1]
+    hidden = tracer.index.shapes[directions[0].states][1]
     units = tracer.axis(directions[0].inputs, 0, "out")[:hidden]
     for place, direction in enumerate(directions):
         read = _features(tracer, node, x) if place < sides else np.tile(units, sides)
         for weight, labels in ((direction.inputs, read), (direction.states, units)):
             tracer.join(tracer.axis(weight, 0, "out").reshape(gates, hidden), units)
             tracer.tie(weight, 1, labels, "in")
-            tracer.contraction(node, View.of(weight, tracer.shapes[weight]), math.prod(shape_of(x)[:-1]))
+            tracer.contraction(node, View.of(weight, tracer.index.shapes[weight]), math.prod(shape_of(x)[:-1]))
         for bias in direction.biases:
             tracer.tie(bias, 0, np.tile(units, gates), "free")
     return units

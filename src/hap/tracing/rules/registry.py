@@ -98,7 +98,7 @@ def keeps_linear(tracer: Tracer, node: fx.Node) -> bool:
         return False
     if name in PIECEWISE_LINEAR or name == "getitem" or not isinstance(node.meta.get("val"), Tensor):
         return True
-    active = [isinstance(a, fx.Node) and a not in tracer.parameters for a in node.args]
+    active = [isinstance(a, fx.Node) and a not in tracer.index.parameters for a in node.args]
     if name in ("mul", "mul_"):  # scaling by a number or a parameter is linear, a product of two activations is not
         return sum(active) < 2
     if name in ("div", "div_"):
@@ -158,7 +158,7 @@ def freeze_all(tracer: Tracer, node: fx.Node, why: str = NO_RULE) -> Any:
 def _inputs(tracer: Tracer, node: fx.Node) -> list[Tensor]:
     found = []
     for a in node.all_input_nodes:
-        value = tracer.labels(a) if a in tracer.parameters or a in tracer.values else None
+        value = tracer.labels(a) if a in tracer.index.parameters or a in tracer.values else None
         found += value if isinstance(value, list) else [value]
     return [v for v in found if isinstance(v, Tensor)]
 
@@ -192,7 +192,7 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
         return freeze_all(tracer, node, "has several results")
     ndim = node.meta["val"].ndim
     tensors = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
-    matrices = [a for a in tensors if (p := tracer.parameter(a)) and sum(s > 1 for s in tracer.shapes[p]) > 1]
+    matrices = [a for a in tensors if (p := tracer.parameter(a)) and sum(s > 1 for s in tracer.index.shapes[p]) > 1]
     operands = [a for a in tensors if a not in matrices]
     if not operands:
         return freeze_all(tracer, node, "parameters combined with each other")
@@ -201,7 +201,7 @@ def pointwise(tracer: Tracer, node: fx.Node) -> Tensor:
     if sum(varies(labels) for labels, _ in sides) > 1 and _adds_branches(tracer, node):
         tracer.summed.append(distinct(result))
     for matrix in matrices:
-        _tie_matrix(tracer, tracer.parameters[matrix], result)
+        _tie_matrix(tracer, tracer.index.parameters[matrix], result)
     return result
 
 
@@ -247,7 +247,7 @@ def _has_say(labels: Tensor, other_shape: tuple[int, ...]) -> bool:
 
 def _tie_matrix(tracer: Tracer, parameter: str, labels: Tensor) -> None:
     """A parameter with several axes, added or multiplied in: cut it along the one axis where the labels vary."""
-    shape = tracer.shapes[parameter]
+    shape = tracer.index.shapes[parameter]
     lead = labels.ndim - len(shape)
     varying = [d for d, size in enumerate(labels.shape) if size > 1]
     shared = [d for d in varying if d >= lead and shape[d - lead] > 1]
@@ -323,7 +323,9 @@ def _on_labels(tracer: Tracer, node: fx.Node) -> Any:
     A concatenation writes out its result, so other axes than its own stay short where no operand varies along them. So
     do those along which elements are rolled.
     """
-    known = [a for a in node.all_input_nodes if a in tracer.parameters or isinstance(tracer.values.get(a), Tensor)]
+    known = [
+        a for a in node.all_input_nodes if a in tracer.index.parameters or isinstance(tracer.values.get(a), Tensor)
+    ]
     labels = {a: tracer.labels(a) for a in known}
     shapes = {a: list(shape_of(a)) for a in known}
     if short_name(node) in RESHAPES and _same_elements(known[0], node):
@@ -542,22 +544,22 @@ def convolution(tracer: Tracer, node: fx.Node) -> Any:
     x, view = given["input"], weight_views.view_of(tracer, given["weight"])
     if view is None or not view.whole:
         return freeze_all(tracer, node, COMPUTED)
-    weight, shape, groups = view.name, tracer.shapes[view.name], given["groups"]
+    weight, shape, groups = view.name, tracer.index.shapes[view.name], given["groups"]
     spatial = len(shape) - 2
     if len(shape_of(x)) == len(shape) and tracer.labels(x).shape[0] > 1:
         return _sample_by_sample(tracer, node, x, view, given["bias"])
     inputs, outputs = labels_of_axis(tracer, x, -spatial - 1), weight_views.outputs(tracer, view, 0)
     _tie_groups(tracer, inputs, outputs, groups, view)
-    if groups > 1 and not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
+    if groups > 1 and not isinstance(tracer.index.modules.get(tracer.module(node)), _ConvNd):
         tracer.sized += [inputs, outputs]
     tie_bias(tracer, [given["bias"]], outputs)
     out_size = shape_of(node)[-spatial:]
     batch = math.prod(shape_of(x)[: -spatial - 1])
     tracer.contraction(node, view, batch * math.prod(out_size))
-    module = tracer.called_once(node)
+    module = tracer.index.called_once(node)
     plain = groups == 1 and spatial == 2 and len(shape_of(x)) == 4 and not isinstance(given["padding"], str)
     own = module == weight.removesuffix(".weight") and not view.spans
-    if plain and own and module is not None and isinstance(tracer.modules[module], nn.Conv2d):
+    if plain and own and module is not None and isinstance(tracer.index.modules[module], nn.Conv2d):
         stride, padding, dilation = (_pair(given[key]) for key in ("stride", "padding", "dilation"))
         sizes = (_pair(shape[2:]), stride, padding, dilation, _pair(shape_of(x)[-2:]), _pair(out_size))
         tracer.sites[weight] = ConvGeometry(module, weight, *sizes, batch)
@@ -583,7 +585,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
     x, view = given["input"], weight_views.view_of(tracer, given["weight"])
     if view is None or not view.whole or view.spans:
         return freeze_all(tracer, node, COMPUTED)
-    weight, shape, groups = view.name, tracer.shapes[view.name], given["groups"]
+    weight, shape, groups = view.name, tracer.index.shapes[view.name], given["groups"]
     spatial = len(shape) - 2
     inputs = labels_of_axis(tracer, x, -spatial - 1)
     if groups == 1:
@@ -593,7 +595,7 @@ def transposed_convolution(tracer: Tracer, node: fx.Node) -> Any:
         outputs = np.repeat(tracer.fresh(groups), shape[1])
         tracer.join(inputs.reshape(groups, -1), outputs.reshape(groups, -1)[:, :1])
         tracer.tie(weight, 0, inputs, "out")
-        if not isinstance(tracer.modules.get(tracer.module(node)), _ConvNd):
+        if not isinstance(tracer.index.modules.get(tracer.module(node)), _ConvNd):
             tracer.sized += [inputs, outputs]
     tie_bias(tracer, [given["bias"]], outputs)
     tracer.contraction(node, view, math.prod(shape_of(x)[: -spatial - 1]) * math.prod(shape_of(x)[-spatial:]))

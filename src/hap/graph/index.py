@@ -1,0 +1,89 @@
+"""GraphIndex: a model beside its captured graph, and the questions that rules and trials ask of the two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from hap.graph.broadcast_axes import note_given
+from hap.graph.nodes import short_name
+from hap.graph.operator_families import UNCHANGED
+from hap.graph.shared_tables import CalledArguments, find_entries
+from hap.utils.module_tree import named_tensors
+
+
+class GraphIndex:
+    """What is known of a model and its graph before any label is given out. Nothing here changes later.
+
+    `parameters` names the parameter or buffer that a node stands for. A tensor or module with several names goes by
+    the first of them: `canonical` maps the names of tensors, `names` those of modules. `shapes` are those of all
+    tensors, `trainable` the parameters among them. `tables` are tensors that several modules are handed: see
+    `shared_tables`.
+    """
+
+    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, called: CalledArguments):
+        self.program = program
+        self.called = called
+        self.table_uses = find_entries(program, called)
+        self.tables = {table for table, _ in self.table_uses}
+        tensors = named_tensors(model)
+        self.canonical = _first_names(tensors)
+        self.shapes = {name: tuple(tensors[name].shape) for name in dict.fromkeys(self.canonical.values())}
+        self.trainable = frozenset(n for n in self.shapes if isinstance(tensors[n], nn.Parameter))
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.names = _first_names(self.modules)
+        self.inputs = {s.arg.name: s for s in program.graph_signature.input_specs}
+        self.parameters = {
+            node: self.canonical[spec.target]
+            for node in program.graph.nodes
+            if node.op == "placeholder"
+            and (spec := self.inputs[node.name]).kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            and spec.target in self.canonical
+        }
+        self.calls = Counter(self.module(n) for n in program.graph.nodes if n.op == "call_function")
+        for node in program.graph.nodes:
+            note_given(node, node not in self.parameters if node.op == "placeholder" else None)
+
+    def parameter(self, node: Any) -> str | None:
+        """The name of the parameter or buffer that a node stands for; None for anything else."""
+        return self.parameters.get(node) if isinstance(node, fx.Node) else None
+
+    def module(self, node: fx.Node) -> str:
+        """The innermost module that ran this node, by the first of its names."""
+        stack = node.meta.get("nn_module_stack") or {}
+        name = list(stack.values())[-1][0] if stack else ""
+        return self.names.get(name, name)
+
+    def module_of(self, node: fx.Node) -> nn.Module | None:
+        """That module itself."""
+        return self.modules.get(self.module(node))
+
+    def called_once(self, node: fx.Node) -> str | None:
+        """The module whose whole work is this node, if it is called just once: the place for a forward hook."""
+        module = self.module(node)
+        return module if module and self.calls[module] == 1 else None
+
+    def unread(self) -> frozenset[str]:
+        """The parameters that no node reads."""
+        return self.trainable - {name for node, name in self.parameters.items() if node.users}
+
+    def constant(self, node: Any) -> Tensor | None:
+        """The values of a tensor that is written out in the code; None for any other."""
+        while isinstance(node, fx.Node) and short_name(node) in UNCHANGED | {"lift_fresh_copy"}:
+            node = node.args[0]
+        spec = self.inputs.get(getattr(node, "name", ""))
+        if spec is None or spec.kind is not InputKind.CONSTANT_TENSOR:
+            return None
+        value = self.program.constants.get(str(spec.target))
+        return value if isinstance(value, Tensor) else None
+
+
+def _first_names(named: Mapping[str, Any]) -> dict[str, str]:
+    """For each name, the first name of the same object."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(item), name) for name, item in named.items()}
