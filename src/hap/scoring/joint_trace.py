@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.hessian_trace import quadratics
 from hap.scoring.input_checks import check_finite_scores
@@ -47,8 +47,8 @@ class JointTrace(Criterion):
             raise HapError(f"method is {self.method!r}; expected one of {', '.join(map(repr, METHODS))}")
         if self.probes < 2 or self.draws < 1 or self.deflate < 0:
             raise HapError(
-                f"probes={self.probes}, draws={self.draws}, deflate={self.deflate}; "
-                "expected at least 2 probes, 1 draw and 0 directions"
+                Argument("probes", self.probes),
+                f", draws={self.draws}, deflate={self.deflate}; expected at least 2 probes, 1 draw and 0 directions",
             )
 
     def scores(self, problem: ScoringContext) -> Scores:
