@@ -23,7 +23,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except HapError as error:
-            error_line(f"error: {in_words_of(ctx.invoked_subcommand, str(error))}")
+            error_line(f"error: {in_words_of(ctx.invoked_subcommand, error)}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             error_line("interrupted: nothing was written; the same command starts again")

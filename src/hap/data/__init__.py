@@ -8,7 +8,7 @@ from hap.data.cifar import LAYOUTS, STATISTICS, find_layout, load_cifar
 from hap.data.dataset import Batch, Data, Split
 from hap.data.digits import load_digits
 from hap.data.folder import is_image_folder, load_folder
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 
 __all__ = ["Batch", "Data", "Split", "load"]
 
@@ -51,7 +51,8 @@ def _load(spec: str | Path, root: Path | None, size: int) -> Data:
 def _load_named_cifar(name: str, root: Path | None) -> Data:
     folders = " or ".join(layout.folder for layout in LAYOUTS if layout.name == name)
     if root is None:
-        raise HapError(f"data {name!r} needs its folder: give as root the folder that holds {folders}")
+        where = Argument("data_root", text="root")
+        raise HapError(f"data {name!r} needs its folder: give as ", where, f" the folder that holds {folders}")
     if not root.is_dir():
         raise HapError(f"{root} is not a folder: expected the folder that holds {folders}")
     found = find_layout(root, name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.groups.drawing import Traced, to_svg
 from hap.groups.types import (
     Bools,
@@ -70,18 +70,17 @@ class Groups(Mapping[str, Group]):
     def __len__(self) -> int:
         return len(self.groups)
 
-    def matching(self, patterns: Sequence[str], option: str) -> list[str]:
+    def matching(self, patterns: Sequence[str], option: str | Argument) -> list[str]:
         """Groups of which the name, or a module that computes their units, matches a shell pattern."""
         if isinstance(patterns, str):
-            raise HapError(
-                f"{option} is the string {patterns!r}; expected a tuple of names or patterns, such as ({patterns!r},)"
-            )
+            wanted = f"expected a tuple of names or patterns, such as ({patterns!r},)"
+            raise HapError(option, f" is the string {patterns!r}; {wanted}")
         found = {
             p: [n for n, g in self.groups.items() if any(fnmatch.fnmatchcase(m, p) for m in g.modules)]
             for p in patterns
         }
         if nothing := [p for p, names in found.items() if not names]:
-            raise HapError(f"{option} has {nothing[0]!r}, which matches no group; groups are {', '.join(self.groups)}")
+            raise HapError(option, f" has {nothing[0]!r}, which matches no group; groups are {', '.join(self.groups)}")
         return list(dict.fromkeys(n for names in found.values() for n in names))
 
     def relabelled(self, to: Ints) -> Groups:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hap.errors import HapError
+from hap.errors import ForPython, HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Ints
 
@@ -69,7 +69,7 @@ def units_of(groups: Groups, *kinds: str) -> Groups:
     for kind in kinds:
         find, what = KINDS[kind]
         if not (found := find(groups)):
-            raise HapError(f"no {what}; print(groups) lists what can be, and why not")
+            raise HapError(f"no {what}", ForPython("; print(groups) lists what can be, and why not"))
         names += found
     return only(groups, names)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.implants.base import ChannelImplant, Implant, ImplantModule
 from hap.implants.narrow_heads import NarrowHeads
 from hap.implants.pointwise import LowRank, Pointwise
@@ -29,7 +29,9 @@ def implant_from_dict(values: dict[str, Any]) -> Implant:
     fields = dict(values)
     kind = fields.pop("kind", None)
     if kind not in KINDS:
-        raise HapError(f"implant kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        raise HapError(
+            Argument("implant_kind", kind, text="implant kind"), f" is {kind!r}; expected one of {', '.join(KINDS)}"
+        )
     return KINDS[kind](**fields)
 
 

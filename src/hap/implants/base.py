@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, ConvGeometry
 
@@ -49,9 +49,8 @@ class Implant(ABC):
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise HapError(
-                f"implant ratio is {self.ratio}; expected a share of the removed units, above 0 and at most 1"
-            )
+            wanted = "expected a share of the removed units, above 0 and at most 1"
+            raise HapError(Argument("implant", self.ratio, text="implant ratio"), f" is {self.ratio}; {wanted}")
 
     def prepared(self, groups: Groups) -> Groups:
         """The groups as planning with this implant needs them."""
@@ -93,7 +92,8 @@ class ChannelImplant(Implant):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.init not in self.inits:
-            raise HapError(f"init is {self.init!r}; {type(self).__name__} knows {', '.join(map(repr, self.inits))}")
+            known = f"{type(self).__name__} knows {', '.join(map(repr, self.inits))}"
+            raise HapError(Argument("implant_init", self.init, text="init"), f" is {self.init!r}; {known}")
 
     def layers(self, groups: Groups) -> dict[str, ConvGeometry]:
         return {weight: geometry for weight, geometry in groups.conv_geometry.items() if geometry.area > 1}

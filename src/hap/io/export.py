@@ -18,7 +18,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from hap.errors import HapError
+from hap.errors import Argument, ForPython, HapError
 from hap.execution.calling import call_arguments, eval_mode, seeded
 from hap.execution.compare_outputs import difference, output_tensors
 from hap.execution.model_outputs import returning_what_is_known
@@ -87,7 +87,7 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
             with returning_what_is_known(model, plain_tuples=True), _naming(model, kwargs):
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            raise HapError(_refusal(model, error, axes)) from error
+            raise HapError(*_refusal(model, error, axes)) from error
         folded = fold_batchnorms(program.module(check_guards=bool(axes)))  # the guards are captured once more
         return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
 
@@ -128,16 +128,17 @@ def _other_outputs(model: nn.Module, captured: Callable[..., Any], example: Any)
     return difference(output_tensors(model, example), seen, tolerance=ROUNDING)
 
 
-def _refusal(model: nn.Module, error: Exception, axes: Sequence[int]) -> str:
+def _refusal(model: nn.Module, error: Exception, axes: Sequence[int]) -> list[str | ForPython]:
     name, why = type(model).__name__, str(error).strip().splitlines()[0]
     if "Constraints violated" in why:
         fixed = sorted({int(axis) for axis in re.findall(r"\.size\(\)\[(\d+)\]", why)})
         if any(fixed):
             only = f"{name} runs with one length of axis {max(fixed)} only, that of the example"
-            return f"{only}; leave it out of dynamic_axes"
-        return f"{name} runs with one batch size only, that of the example; pass dynamic_batch=False"
+            return [f"{only}; leave it out of dynamic_axes"]
+        advice = ForPython("pass dynamic_batch=False", ("give ", Argument("batch")))
+        return [f"{name} runs with one batch size only, that of the example; ", advice]
     hint = f"; {'fewer dynamic_axes ask' if any(axes) else 'dynamic_batch=False asks'} less of it" if axes else ""
-    return f"torch.export cannot capture {name}: {why}{hint}"
+    return [f"torch.export cannot capture {name}: {why}{hint}"]
 
 
 # ---- axes of any length ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.errors import HapError
+from hap.errors import NO_VALUE, Argument, ForPython, HapError
 from hap.groups.types import Ints
 from hap.planning.cost import Cost
 
@@ -31,14 +31,13 @@ class Budget:
         for kind, value in self.given.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise HapError(
-                    f"{kind}={value}; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4"
+                    Argument(kind, value), "; expected the fraction that is LEFT, above 0 and at most 1, such as 0.4"
                 )
         if not self.given or (self.latency is not None and len(self.given) > 1):
-            said = ", ".join(f"{k}={v}" for k, v in self.given.items()) or "nothing"
-            raise HapError(
-                f"the budget says {said}; expected one or several of params=, flops=, channels=, activations=, or "
-                "latency= alone"
-            )
+            seen = Argument.listed(self.given) or ["nothing"]
+            several = Argument.listed(dict.fromkeys(("params", "flops", "channels", "activations"), NO_VALUE))
+            wanted = ["; expected one or several of ", *several, ", or ", Argument("latency"), " alone"]
+            raise HapError("the budget says ", *seen, *wanted)
 
     @property
     def given(self) -> dict[str, float]:
@@ -64,9 +63,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_layer <= 1:
-            raise HapError(f"per_layer={self.per_layer}; expected a fraction between 0 and 1")
+            raise HapError(Argument("per_layer", self.per_layer), "; expected a fraction between 0 and 1")
         if self.minimum < 1 or self.round_to < 1:
-            raise HapError(f"minimum={self.minimum}, round_to={self.round_to}; expected at least 1 for both")
+            minimum, both = ForPython(f"minimum={self.minimum}, "), ForPython(" for both")
+            raise HapError(minimum, Argument("round_to", self.round_to), "; expected at least 1", both)
 
     def removable(self, units: int) -> int:
         """How many of a group's units may go."""

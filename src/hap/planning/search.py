@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hap.errors import HapError
+from hap.errors import Argument, ForPython, HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, Ints
 from hap.groups.unprunable_summary import nothing_in_words, untouched_in_words
@@ -34,8 +34,8 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     The result is never above the budget, and keeping any one unit more would be.
     """
     if budget.latency is not None:
-        raise HapError(f"latency={budget.latency} is met by measuring a model, which plan knows nothing of; "
-                       "use hap.plan_for_latency or hap.prune_(..., latency=...)")  # fmt: skip
+        why = " is met by measuring a model, which plan knows nothing of; use hap.plan_for_latency or "
+        raise HapError(Argument("latency", budget.latency), why, "hap.prune_(..., latency=...)")
     if budget.flops is not None and groups.costs.uncounted:
         names = ", ".join(groups.costs.uncounted)
         warnings.warn(f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share "
@@ -70,7 +70,7 @@ class _Search:
         self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
         self.cost = CostModel(groups, implant)
         if not len(groups):
-            raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
+            raise HapError(nothing_in_words(groups), ForPython("; print(groups) has all reasons"))
         names = list(groups)
         values = _checked(groups, scores)
         self.classes = np.concatenate([groups[n].classes for n in names])
@@ -108,7 +108,7 @@ class _Search:
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         removable = np.zeros(len(order), dtype=bool)
-        left_alone = self.groups.matching(self.limits.leave, "Limits.leave")
+        left_alone = self.groups.matching(self.limits.leave, Argument("leave", text="Limits.leave"))
         for g, name in enumerate(names):
             streams = np.isin(self.groups[name].classes, self.groups.feeds[:, 1]).any()
             if name in left_alone or (streams and self.limits.round_to > 1):  # others decide how wide a stream is
@@ -171,9 +171,16 @@ class _Search:
             if found > target:
                 because = f"; {said}" if (said := untouched_in_words(self.groups)) else ""
                 raise HapError(
-                    f"{kind}={fraction} cannot be reached: with these limits at least "
+                    Argument(kind, fraction),
+                    " cannot be reached: with these limits at least "
                     f"{math.ceil(found / dense * 1e4) / 1e4:.4f} of the dense model is left{because}. Ask for that or "
-                    "more, raise Limits.per_layer, or look at print(groups) for what is frozen."
+                    "more, raise ",
+                    Argument("per_layer", text="Limits.per_layer"),
+                    ForPython(
+                        ", or look at print(groups) for what is frozen",
+                        (" or ", Argument("leave"), " fewer layers alone"),
+                    ),
+                    ".",
                 )
         low, high = -1, len(self.order)
         while high - low > 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.execution.calling import call_arguments, eval_mode
 from hap.io.export import capture, export
 
@@ -78,7 +78,7 @@ class Stopwatch:
         if backend not in BACKENDS:
             raise HapError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
         if threads is not None and threads < 1:
-            raise HapError(f"threads={threads}; expected at least 1, or None for torch's number")
+            raise HapError(Argument("threads", threads), "; expected at least 1, or None for torch's number")
         self.example, self.backend, self.threads = example, backend, threads or torch.get_num_threads()
         tensors = (leaf for leaf in pytree.tree_leaves(call_arguments(example)) if isinstance(leaf, Tensor))
         self.device = next((t.device for t in tensors), torch.device("cpu"))

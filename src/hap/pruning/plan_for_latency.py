@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.execution.fast_copy import deepcopied
 from hap.groups.groups import Groups
 from hap.implants import Implant, as_implant
@@ -64,8 +64,8 @@ def plan_for_latency(model: nn.Module, groups: Groups, scores: Mapping[str, Tens
     multiple of is the one, of 1, 8, 16, 32 and 64, with which the least sensitivity is lost for the time.
     """
     if budget.latency is None:
-        said = " and ".join(budget.given)
-        raise HapError(f"the budget is on {said}; expected Budget(latency=...). hap.plan knows the others")
+        seen = " and ".join(budget.given)
+        raise HapError(f"the budget is on {seen}; expected Budget(latency=...). hap.plan knows the others")
     with Stopwatch(example, backend, threads) as watch:
         search = _Search(model, groups, scores, watch, budget.latency, as_implant(implant), limits, per_cost)
         found = search.run()
@@ -95,9 +95,12 @@ class _Search:
         if not met:
             fastest = min(self.trials, key=lambda t: t.ratio)
             raise HapError(
-                f"latency={self.target} cannot be reached: the fastest network that these limits allow takes "
+                Argument("latency", self.target),
+                " cannot be reached: the fastest network that these limits allow takes "
                 f"{fastest.ratio:.3f} of the dense model's time ({self.watch.backend}, {self.watch.threads} threads on "
-                f"{self.watch.device}). Ask for that or more, raise Limits.per_layer, or time a larger batch."
+                f"{self.watch.device}). Ask for that or more, raise ",
+                Argument("per_layer", text="Limits.per_layer"),
+                ", or time a larger batch.",
             )
         return min(met, key=lambda t: (not self._near([t]), self._lost(t.plan)))
 
@@ -113,7 +116,7 @@ class _Search:
             self.least[round_to] = min(least + 1e-9, 1.0)  # as a fraction it may be rounded to less than that
         able = [r for r in choices if self.least[r] < 1]
         if not able:
-            raise HapError(f"round_to={self.limits.round_to} leaves nothing to remove; lower it")
+            raise HapError(Argument("round_to", self.limits.round_to), " leaves nothing to remove; lower it")
         self._time([self._plan(self.target, r) for r in able], able)
         lost = {}
         for trial in self.trials:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hap.errors import HapError
+from hap.errors import Argument, ForPython, HapError
 from hap.execution.input_checks import check_finite, outside_inference
 from hap.groups.groups import Groups
 from hap.groups.unprunable_summary import nothing_in_words
@@ -79,9 +79,9 @@ def as_criterion(value: Criterion | str) -> Criterion:
     if isinstance(value, str) and value.startswith("reversed-"):
         return Reversed(as_criterion(value.removeprefix("reversed-")))
     if value not in CRITERIA:
-        raise HapError(
-            f"criterion is {value!r}; expected one of {', '.join(CRITERIA)}, reversed-NAME, or a hap criterion"
-        )
+        seen = Argument("criterion", value, text="criterion")
+        rest = ForPython(", reversed-NAME, or a hap criterion", (" or reversed-NAME",))
+        raise HapError(seen, f" is {value!r}; expected one of {', '.join(CRITERIA)}", rest)
     return CRITERIA[value]()
 
 
@@ -100,7 +100,7 @@ def score(
     """
     if not len(groups):
         check_finite(model)
-        raise HapError(f"{nothing_in_words(groups)}; print(groups) has all reasons")
+        raise HapError(nothing_in_words(groups), ForPython("; print(groups) has all reasons"))
     with outside_inference(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         scores = as_criterion(criterion).scores(ScoringContext(model, groups, batches, loss))
     if not all(bool(v.isfinite().all()) for v in scores.values()):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.groups.types import Group, Producer
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.deflation import Deflated
@@ -17,7 +17,7 @@ from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
 from hap.scoring.hessian_operator import Hessian, Operator, Tensors
 from hap.scoring.hutchinson import diagonal_estimates, quiet, signs
 from hap.scoring.input_checks import check_finite_scores
-from hap.scoring.outputs import CannotSample
+from hap.scoring.outputs import CannotSample, use_probes
 from hap.scoring.over_all_slices import mean_squares
 from hap.utils import distributed
 
@@ -61,8 +61,9 @@ class HessianTrace(Criterion):
             raise HapError(f"method is {self.method!r}; expected one of {', '.join(map(repr, METHODS))}")
         if self.probes < 2 or self.draws < 2 or (self.chunk is not None and self.chunk < 1):
             raise HapError(
-                f"probes={self.probes}, draws={self.draws}, chunk={self.chunk}; "
-                "expected at least 2 probes, at least 2 draws and chunks of at least 1 (or None)"
+                Argument("probes", self.probes),
+                f", draws={self.draws}, chunk={self.chunk}; "
+                "expected at least 2 probes, at least 2 draws and chunks of at least 1 (or None)",
             )
         if self.deflate < 0:
             raise HapError(f"deflate={self.deflate}; expected 0, or a number of directions such as 32")
@@ -86,7 +87,7 @@ class HessianTrace(Criterion):
                 why = str(error)
         if self.method == "auto":
             return hutchinson(problem, self)
-        raise HapError(f'method="{self.method}" does not apply: {why}. Use HessianTrace(method="hutchinson").')
+        raise HapError(f'method="{self.method}" does not apply: {why}. ', use_probes("Use"), ".")
 
     def _gauss_newton(self, problem: ScoringContext, found: Survey) -> Scores:
         """Equation 6 from exact traces, or from the mean of sampled ones with its standard error."""

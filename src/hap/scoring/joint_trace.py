@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.hessian_trace import HessianTrace, equation_6, hutchinson
 from hap.scoring.input_checks import check_finite_scores
@@ -44,8 +44,8 @@ class JointTrace(Criterion):
             raise HapError(f"method is {self.method!r}; expected one of {', '.join(map(repr, METHODS))}")
         if self.probes < 2 or self.draws < 1 or self.deflate < 0:
             raise HapError(
-                f"probes={self.probes}, draws={self.draws}, deflate={self.deflate}; "
-                "expected at least 2 probes, 1 draw and 0 directions"
+                Argument("probes", self.probes),
+                f", draws={self.draws}, deflate={self.deflate}; expected at least 2 probes, 1 draw and 0 directions",
             )
 
     def scores(self, problem: ScoringContext) -> Scores:

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hap.errors import HapError
+from hap.errors import Argument, ForPython, HapError
 from hap.scoring.base import ScoringContext
 from hap.scoring.batch import DETACHED, Batch
 
 CLOSE = 1e-6
+
+
+def use_probes(use: str) -> ForPython:
+    """The advice to estimate by random probes."""
+    return ForPython(f'{use} HessianTrace(method="hutchinson")', ("Give ", Argument("probes"), ", such as 300"))
 
 
 class CannotSample(HapError):
@@ -119,7 +124,7 @@ def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> O
         return Diagonal(d)
     blocks = torch.stack([product(_column(output, k)) for k in range(output.shape[1])], dim=1)
     if not all(_close(a, torch.einsum("nab,nb->na", blocks, v), rounding) for a, v in zip(seen, probes, strict=True)):
-        raise HapError('the loss mixes the samples of a batch; use HessianTrace(method="hutchinson")')
+        raise HapError("the loss mixes the samples of a batch; ", use_probes("use"))
     return Blocks(blocks)
 
 

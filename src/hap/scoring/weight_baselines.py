@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from hap.errors import HapError
+from hap.errors import Argument, ForPython, HapError
 from hap.groups.types import Group, Producer
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 
@@ -84,9 +84,8 @@ class BNScale(Criterion):
                     gamma = parameters[scale].detach().double().abs().cpu()
                     total.index_add_(0, torch.from_numpy(unit[unit >= 0]), gamma[unit >= 0])
             if not found:
-                raise HapError(
-                    f"group {name!r} has no batch normalisation of its own; trace with ignore=({name!r},) "
-                    "or use another criterion"
-                )
+                advice = f"trace with ignore=({name!r},) or use another criterion"
+                typed = ("use another ", Argument("criterion"))
+                raise HapError(f"group {name!r} has no batch normalisation of its own; ", ForPython(advice, typed))
             values[name] = total
         return Scores(values)

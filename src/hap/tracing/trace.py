@@ -17,7 +17,7 @@ from torch.export.graph_signature import OutputKind
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.execution.calling import describe
 from hap.graph.capture import Captured, capture, check_runs
 from hap.graph.index import GraphIndex
@@ -71,7 +71,8 @@ def trace(model: nn.Module, example: Any, coupling: str = "joint", ignore: Seque
     spans, is left alone unless `stream` asks for it. The model is not changed.
     """
     if coupling not in COUPLINGS:
-        raise HapError(f"coupling is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
+        seen = Argument("coupling", coupling, text="coupling")
+        raise HapError(seen, f" is {coupling!r}; expected one of {', '.join(map(repr, COUPLINGS))}")
     return trace_captured(capture(model, example), model, example, coupling, ignore, stream)
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def _check_fields(values: dict[str, Any]) -> None:
 
 def _require(recipe: Recipe, name: str, holds: bool, expected: str) -> None:
     if not holds:
-        raise HapError(f"recipe field {name} is {getattr(recipe, name)!r}: expected {expected}")
+        value = getattr(recipe, name)
+        raise HapError(Argument(name, value, text=f"recipe field {name}"), f" is {value!r}: expected {expected}")
 
 
 RECIPES: dict[str, Recipe] = {

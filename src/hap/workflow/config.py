@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.implants import KINDS, Implant, implant_from_dict
 from hap.planning.budget import Budget, Limits
 from hap.scoring import Criterion, HessianTrace, as_criterion
@@ -50,7 +50,8 @@ class PruneStep:
     def __post_init__(self) -> None:
         object.__setattr__(self, "leave", tuple(self.leave))
         if self.coupling not in ("joint", "union"):
-            raise HapError(f"coupling is {self.coupling!r}; expected 'joint' or 'union'")
+            seen = Argument("coupling", self.coupling, text="coupling")
+            raise HapError(seen, f" is {self.coupling!r}; expected 'joint' or 'union'")
         self.budget(), self.limits(), self.make_implant(), self.make_criterion()
 
     def budget(self) -> Budget:
@@ -62,7 +63,8 @@ class PruneStep:
     def make_implant(self) -> Implant | None:
         kinds = [name for name, kind in KINDS.items() if not kind.needs_head_spaces]
         if self.implant_kind not in kinds:
-            raise HapError(f"implant kind is {self.implant_kind!r}; expected one of {', '.join(kinds)}")
+            seen = Argument("implant_kind", self.implant_kind, text="implant kind")
+            raise HapError(seen, f" is {self.implant_kind!r}; expected one of {', '.join(kinds)}")
         if not self.implant:
             return None
         init = {} if self.implant_init is None else {"init": self.implant_init}
@@ -168,7 +170,7 @@ def read_config(path: str | Path) -> Experiment:
     try:
         return from_values(values)
     except HapError as error:
-        raise HapError(f"{path}: {error}") from error
+        raise HapError(f"{path}: ", error) from error
 
 
 def from_values(values: Mapping[str, Any]) -> Experiment:
@@ -201,7 +203,7 @@ def _prune(number: int, table: Any) -> PruneStep:
     try:
         return PruneStep(**known)
     except HapError as error:
-        raise HapError(f"{where} ({known['name']!r}): {error}") from error
+        raise HapError(f"{where} ({known['name']!r}): ", error) from error
 
 
 def _with_changes(where: str, table: Mapping[str, Any], kind: type[Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hap
 from hap import models
 from hap.data import Data
-from hap.errors import HapError
+from hap.errors import Argument, HapError
 from hap.execution.calling import run as call
 from hap.io.checkpoint import Checkpoint
 from hap.models import pretrained
@@ -29,14 +29,15 @@ LATENCY_ROUNDS = (8, 60)
 
 def pick_device(name: str | None) -> torch.device:
     """The device of that name, or CUDA where there is one, else the CPU."""
+    given = Argument("device", name, text="device")
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise HapError(f"device is {name!r}; expected cpu, cuda or cuda:N") from error
+        raise HapError(given, f" is {name!r}; expected cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise HapError(f"device is {name!r}; expected cpu, cuda or cuda:N")
+        raise HapError(given, f" is {name!r}; expected cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise HapError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+        raise HapError(given, f" is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
     return device
 
 
