@@ -26,12 +26,12 @@ from hap.training import evaluate, recipes, train_many
 from hap.training.recipes import Recipe
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import example_of, fresh
+from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10.jobs import GATES, MANY_IMAGES
 from hap_reproduction.cifar10.masking import dense_form, pruned_form
 from hap_reproduction.cifar10.stacking import train_stacked
-from hap_reproduction.cifar10.starting import Known, prune
+from hap_reproduction.cifar10.starting import ScoreCache, prune
 
 STEP = PruneStep("as it is", flops=0.29, coupling="union", per_cost=True, compensate=True, implant=0.2)
 RECIPE = recipes.get("best-finetune")
@@ -78,7 +78,7 @@ def apart(data: Data, held: int) -> Data:
 
 def train_dense(data: Data, path: Path, epochs: int) -> Path:
     """A dense network that has seen none of the images to judge by."""
-    model = fresh("resnet56", data.classes, 0).to(data.train.images.device)
+    model = new_network("resnet56", data.classes, 0).to(data.train.images.device)
     recipe = replace(recipes.get("best-pretrain"), epochs=epochs, eval_every=epochs)
     train_many([model], data, [recipe], progress=False)
     about = {
@@ -92,9 +92,9 @@ def train_dense(data: Data, path: Path, epochs: int) -> Path:
 
 def compare(choices: list[Choice], dense: Path, data: Data, images: int, compiled: bool) -> list[dict[str, Any]]:
     """Prune the dense network in each way, train all side by side, and judge each."""
-    device, example = data.train.images.device, example_of(data)
-    teacher = load(dense, fresh("resnet56", data.classes)).to(device).eval()
-    known: Known = {}
+    device, example = data.train.images.device, first_images(data)
+    teacher = load(dense, new_network("resnet56", data.classes)).to(device).eval()
+    known: ScoreCache = {}
     plans, made = [], []
     for step, _ in choices:
         model = copy.deepcopy(teacher)

@@ -18,7 +18,7 @@ import torch
 from hap.io.checkpoint import load, read
 from hap.utils.atomic_files import read_record, write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import fresh
+from hap.workflow.networks import new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10.job import Folders, Job
 from hap_reproduction.cifar10.jobs import jobs
@@ -32,7 +32,7 @@ def count(job: Job) -> dict[str, Any]:
     zero, and those that are both."""
     assert job.dense is not None and isinstance(job.prune, PruneStep)
     path = FOLDERS.network(job.name)
-    trained, dense = (load(file, fresh(job.model, 10)) for file in (path, FOLDERS.dense(job.dense)))
+    trained, dense = (load(file, new_network(job.model, 10)) for file in (path, FOLDERS.dense(job.dense)))
     plan = read(path).plan
     assert plan is not None
     zero, negative = [], []

@@ -21,14 +21,14 @@ from hap.io.checkpoint import load, read, save
 from hap.training import loop
 from hap.utils.atomic_files import digest, held, write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import fresh
+from hap.workflow.networks import new_network
 from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting
-from hap_reproduction.cifar10.campaign import Manner, prepare, work_off
+from hap_reproduction.cifar10.campaign import SideBySide, prepare, work_off
 from hap_reproduction.cifar10.job import Folders, Job, estimate, pending, select, status
 from hap_reproduction.cifar10.jobs import headline_networks, load_data
 from hap_reproduction.cifar10.jobs import jobs as cifar10_jobs
-from hap_reproduction.cifar10.sensitivity import Look
-from hap_reproduction.cifar10.starting import BorrowedStep, EigenStep, opened
+from hap_reproduction.cifar10.sensitivity import Study
+from hap_reproduction.cifar10.starting import BorrowedStep, EigenStep, open_started
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +114,7 @@ def test_a_network_is_pruned_in_steps(data: Data, folders: Folders) -> None:
     assert record["start_sha256"] == digest(folders.network("pruned"))
     folders.result("further").unlink()
     replaced = folders.network("pruned").read_bytes()
-    save(folders.network("pruned"), load(folders.network("pruned"), fresh("resnet20", 10)).float(), plans[0])
+    save(folders.network("pruned"), load(folders.network("pruned"), new_network("resnet20", 10)).float(), plans[0])
     with pytest.raises(hap.HapError, match="from another network than the pruned that is there now"):
         work_off([second], data, folders, say=quiet)
     folders.network("pruned").write_bytes(replaced)
@@ -135,7 +135,7 @@ def test_what_was_pruned_from_another_dense_network_is_not_taken_up(data: Data, 
     assert any("dense has a result, but its network is gone" in text for text in said)
     work_off([dense], data, folders, say=quiet)
     folders.network(dense.name).write_bytes(was)
-    model = opened(folders.network(dense.name), "resnet20", 10)
+    model = open_started(folders.network(dense.name), "resnet20", 10)
     torch.nn.init.normal_(model.conv1.weight)
     hap.save(folders.network(dense.name), model)
     (folders.work / "aside").rename(folders.started(job.name))
@@ -225,7 +225,7 @@ def test_results_tell_what_was_stacked(data: Data, folders: Folders, monkeypatch
     one = make_jobs(1)[1]
     twins = [replace(one, name=f"seed{seed}", recipe=replace(one.recipe, seed=seed)) for seed in range(2)]
     other = replace(one, name="other", recipe=replace(one.recipe, lr=0.02))
-    work_off([*twins, other], data, folders, Manner(compiled=True, masked_from=0.0), say=quiet)
+    work_off([*twins, other], data, folders, SideBySide(compiled=True, masked_from=0.0), say=quiet)
     found = [json.loads(folders.result(name).read_text()) for name in ("seed0", "seed1", "other")]
     assert [(r["side_by_side"], r["stack"], r["compiled"]) for r in found] == [(2, 2, True)] * 2 + [(1, 1, False)]
 
@@ -235,7 +235,7 @@ def test_numbers_of_networks_less_than_one_are_refused() -> None:
         found = CliRunner().invoke(app, ["reproduce", "vgg16", "--status", option, "0"])
         assert found.exit_code == 2 and option in found.output
     with pytest.raises(hap.HapError, match=r"together is -1; expected .* at least 1"):
-        Manner(together=-1)
+        SideBySide(together=-1)
 
 
 def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Folders) -> None:
@@ -244,9 +244,9 @@ def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Fol
     for form, masked_from in (("trimmed", 0.0), ("pruned", 2.0)):
         place = Folders(folders.results / form, folders.networks / form, folders.work / form)
         put_dense(place)
-        work_off([job], data, place, seconds=1e-3, say=quiet, manner=Manner(masked_from=masked_from))
+        work_off([job], data, place, seconds=1e-3, say=quiet, manner=SideBySide(masked_from=masked_from))
         assert not place.result(job.name).exists()
-        work_off([job], data, place, say=quiet, manner=Manner(masked_from=masked_from))
+        work_off([job], data, place, say=quiet, manner=SideBySide(masked_from=masked_from))
         results[form] = json.loads(place.result(job.name).read_text())
         networks[form] = hap.load(place.network(job.name), hap.models.build("resnet20")).state_dict()
     trimmed, pruned = results["trimmed"], results["pruned"]
@@ -294,7 +294,7 @@ def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> No
     result = json.loads(folders.result("eigen").read_text())
     assert result["prune"]["criterion"] == "eigendamage" and result["ranks"] and result["units"] is None
     assert 0.4 < result["params_left"] <= 0.5 and result["trained"] == "pruned"
-    model = opened(folders.network("eigen"), "resnet20", 10)
+    model = open_started(folders.network("eigen"), "resnet20", 10)
     assert hap.evaluate(model, data).accuracy == result["accuracy_in_half_precision"]
 
 
@@ -355,7 +355,7 @@ def losses(folders: Folders, jobs: Sequence[Job]) -> list[list[float]]:
 def undisturbed(folders: Folders, data: Data, jobs: Sequence[Job]) -> list[list[float]]:
     """The losses of the same jobs, trained elsewhere in one go."""
     place = Folders(folders.results / "whole", folders.networks / "whole", folders.work.with_name("whole"))
-    work_off(jobs, data, place, Manner(stack=1), say=quiet)
+    work_off(jobs, data, place, SideBySide(stack=1), say=quiet)
     return losses(place, jobs)
 
 
@@ -380,13 +380,13 @@ def test_finished_networks_are_recorded_later_where_recording_was_cut_short(
 
     monkeypatch.setattr(campaign, "_record", cut_short)
     with pytest.raises(KeyboardInterrupt):
-        work_off(jobs, data, folders, Manner(stack=1), say=quiet)
+        work_off(jobs, data, folders, SideBySide(stack=1), say=quiet)
     monkeypatch.undo()
     assert status(jobs, folders)["done"] == ["seed0"]
     trained = count_epochs(monkeypatch)
-    work_off(jobs[2:], data, folders, Manner(together=1), say=quiet)
+    work_off(jobs[2:], data, folders, SideBySide(together=1), say=quiet)
     assert status(jobs, folders)["done"] == ["seed0", "seed2"]
-    work_off(jobs, data, folders, Manner(together=1), say=quiet)
+    work_off(jobs, data, folders, SideBySide(together=1), say=quiet)
     assert trained == [] and not list(folders.work.rglob("*.safetensors"))
     assert json.loads(folders.result("seed1").read_text())["side_by_side"] == 3
     assert losses(folders, jobs) == undisturbed(folders, data, jobs)
@@ -398,11 +398,11 @@ def test_a_batch_goes_on_whatever_is_asked_for_next(
     jobs, said = twins(3), []
     other = replace(make_jobs(1)[0], name="other", model="resnet32")
     trained = count_epochs(monkeypatch)
-    work_off(jobs, data, folders, Manner(stack=1), seconds=1e-3, say=quiet)
-    work_off(jobs[1:2], data, folders, Manner(together=8, stack=1), say=said.append)
+    work_off(jobs, data, folders, SideBySide(stack=1), seconds=1e-3, say=quiet)
+    work_off(jobs[1:2], data, folders, SideBySide(together=8, stack=1), say=said.append)
     assert status(jobs, folders)["done"] == ["seed1"] and trained == [3, 1, 1]
     assert said[0].startswith("going on with seed1, begun in ")
-    work_off([other, *jobs], data, folders, Manner(together=4, stack=1, masked_from=2.0), say=quiet)
+    work_off([other, *jobs], data, folders, SideBySide(together=4, stack=1, masked_from=2.0), say=quiet)
     assert trained == [3, 1, 1, 2, 2, 1], "what was interrupted comes first, without its first epoch"
     assert losses(folders, jobs) == undisturbed(folders, data, jobs)
 
@@ -411,9 +411,9 @@ def test_fewer_networks_may_go_on_together_than_began(
     data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = twins(2)
-    work_off(jobs, data, folders, Manner(stack=1), seconds=1e-3, say=quiet)
+    work_off(jobs, data, folders, SideBySide(stack=1), seconds=1e-3, say=quiet)
     trained = count_epochs(monkeypatch)
-    work_off(jobs, data, folders, Manner(together=2, stack=1), say=quiet)
+    work_off(jobs, data, folders, SideBySide(together=2, stack=1), say=quiet)
     assert trained == [2, 1]
     assert losses(folders, jobs) == undisturbed(folders, data, jobs)
 
@@ -421,15 +421,15 @@ def test_fewer_networks_may_go_on_together_than_began(
 def test_a_batch_goes_on_in_the_shape_that_it_began_in(data: Data, folders: Folders) -> None:
     put_dense(folders)
     job = make_jobs(2)[1]
-    work_off([job], data, folders, Manner(masked_from=0.0), seconds=1e-3, say=quiet)
-    work_off([job], data, folders, Manner(masked_from=2.0), say=quiet)
+    work_off([job], data, folders, SideBySide(masked_from=0.0), seconds=1e-3, say=quiet)
+    work_off([job], data, folders, SideBySide(masked_from=2.0), say=quiet)
     assert json.loads(folders.result(job.name).read_text())["trained"] == "trimmed"
 
 
 def test_the_shape_that_networks_share_is_that_of_all_who_began(data: Data, folders: Folders) -> None:
     put_dense(folders)
     large, small = (replace(make_jobs(2)[1], name=f"p{f}", prune=PruneStep(f"p{f}", flops=f)) for f in (0.9, 0.4))
-    manner = Manner(masked_from=0.0)
+    manner = SideBySide(masked_from=0.0)
     work_off([large, small], data, folders, manner, seconds=1e-3, say=quiet)
     [note] = folders.work.glob("*/batch.json")
     widths = json.loads(note.read_text())["widths"]
@@ -451,12 +451,12 @@ def test_a_batch_whose_note_tells_no_widths_goes_on_in_the_dense_shape(
     job = make_jobs(2)[1]
     with monkeypatch.context() as patch:
         patch.setattr(campaign, "common_widths", lambda *_: {})
-        work_off([job], data, folders, Manner(masked_from=0.0), seconds=1e-3, say=quiet)
+        work_off([job], data, folders, SideBySide(masked_from=0.0), seconds=1e-3, say=quiet)
     [note] = folders.work.glob("*/batch.json")
     record = json.loads(note.read_text())
     assert record.pop("widths") == {}
     write_json(note, record)
-    work_off([job], data, folders, Manner(masked_from=0.0), say=quiet)
+    work_off([job], data, folders, SideBySide(masked_from=0.0), say=quiet)
     assert json.loads(folders.result(job.name).read_text())["trained"] == "masked"
 
 
@@ -564,7 +564,7 @@ def test_patterns_choose_among_looks_as_among_runs(tmp_path: Path) -> None:
 
 
 def test_no_look_begins_when_the_time_is_up(data: Data, folders: Folders) -> None:
-    looks = [Look(f"seconds{i}", "resnet20", "seconds", probes=2) for i in range(2)]
+    looks = [Study(f"seconds{i}", "resnet20", "seconds", probes=2) for i in range(2)]
     sensitivity.take(looks, data, folders, "abc", quiet, seconds=0)
     assert sensitivity.status(looks, folders)["done"] == []
     sensitivity.take(looks, data, folders, "abc", quiet, seconds=0.01)
@@ -733,13 +733,13 @@ def test_status_lists_the_jobs_in_order_with_their_state_and_cost(tmp_path: Path
 def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None:
     put_dense(folders)
     looks = [
-        Look("layers", "resnet20", "layers", "dense"),
-        Look("probes", "resnet20", "probes", "dense", probes=3),
-        Look("seconds", "resnet20", "seconds", probes=2),
-        Look("images", "resnet20", "images", "dense", images=(8, 48)),
-        Look("removal", "resnet20", "removal", "dense", images=(8,)),
-        Look("one-shot", "resnet20", "one-shot", "dense"),
-        Look("later", "resnet20", "layers", "none yet"),
+        Study("layers", "resnet20", "layers", "dense"),
+        Study("probes", "resnet20", "probes", "dense", probes=3),
+        Study("seconds", "resnet20", "seconds", probes=2),
+        Study("images", "resnet20", "images", "dense", images=(8, 48)),
+        Study("removal", "resnet20", "removal", "dense", images=(8,)),
+        Study("one-shot", "resnet20", "one-shot", "dense"),
+        Study("later", "resnet20", "layers", "none yet"),
     ]
     names = ["layers", "probes", "seconds", "images", "removal", "one-shot"]
     assert sensitivity.status(looks, folders) == {"done": [], "ready": names, "waiting": ["later"]}

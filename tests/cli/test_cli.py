@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import hap
 from hap.cli import app
 from hap.training.report import Report
-from hap.workflow import forget, read_config
+from hap.workflow.config import read_config
+from hap.workflow.run import remove_results
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -460,7 +461,7 @@ def test_fresh_removes_what_the_experiment_left_and_nothing_else(tmp_path: Path)
     for path in ours + others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    forget(experiment)
+    remove_results(experiment)
     assert [p.exists() for p in ours + others] == [False] * 5 + [True] * 3
 
 

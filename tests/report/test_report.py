@@ -14,7 +14,7 @@ from hap import HapError
 from hap.report import write_report
 from hap.report.summary import summarise
 from hap.utils.atomic_files import write_json
-from hap.workflow import Measured, Result, read_results, write_result
+from hap.workflow.results import Measured, Result, read_results, write_result
 
 HARDWARE = {"device": "cpu", "cpu": "A <CPU>", "gpu": None, "threads": 2, "torch": "2.13", "python": "3.12"}
 

@@ -1,1 +1,6 @@
-"""hap_reproduction"""
+"""The experiments behind HAP's claims. They use the library and add the commands reproduce, glue and zoo to `hap`.
+
+`cifar10` has the paper's CIFAR-10 experiments, `glue` those on attention heads, `zoo_sweep` the sweep over other
+libraries' models, `pages` the pages of results, and `cli` the commands. The library never imports this package.
+Start with `cifar10/jobs.py`: all runs of the campaign, the most telling first.
+"""

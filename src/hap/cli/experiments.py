@@ -9,13 +9,15 @@ from typing import Annotated
 import typer
 
 from hap.cli.options import Device, Seed, allow_local_modules, check_out
-from hap.cli.screen import Screen, out, resumable, table, working, wrote
+from hap.cli.screen import Screen, out, resumable, table, tell_written, working
 from hap.report import write_report
 from hap.report.summary import Row, summarise
-from hap.workflow import Experiment, Result, demo_experiment, forget, read_config
-from hap.workflow import run as run_experiment
-from hap.workflow.demo import OUT
+from hap.workflow.config import Experiment, read_config
+from hap.workflow.demo import OUT, demo_experiment
 from hap.workflow.networks import pick_device
+from hap.workflow.results import Result
+from hap.workflow.run import remove_results
+from hap.workflow.run import run as run_experiment
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
 AGAIN = "the same command goes on where it stopped"
@@ -77,20 +79,20 @@ def report(
     path = check_out(out_file or folder / "report.html") if folder.is_dir() else Path()
     with working("drawing"):
         write_report(folder, path, png)
-    wrote(path)
+    tell_written(path)
 
 
 def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
     folder, where = Path(experiment.out), pick_device(device)
     check_out(folder / "report.html")
     if fresh:
-        forget(experiment)
+        remove_results(experiment)
     with resumable(AGAIN):
         results = run_experiment(experiment, where, Screen())
         with working("drawing the report"):
             write_report(folder, folder / "report.html", folder / "summary.png")
     _show(results)
-    wrote(folder / "report.html")
+    tell_written(folder / "report.html")
 
 
 def _show(results: list[Result]) -> None:

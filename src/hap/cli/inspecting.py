@@ -11,11 +11,11 @@ import typer
 from torch import nn
 
 import hap
-from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, data_for, opened
+from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, data_for, open_network
 from hap.cli.screen import out as screen
-from hap.cli.screen import percent, plan_table, say, share, table, working, wrote
+from hap.cli.screen import percent, plan_table, say, share, table, tell_written, working
 from hap.errors import HapError
-from hap.workflow.networks import checkpoint_path, load_data, measure, stored_example
+from hap.workflow.networks import checkpoint_path, example_of_checkpoint, load_data, measure_networks
 
 
 def evaluate(
@@ -36,11 +36,11 @@ def evaluate(
     """
     if split not in ("train", "test"):
         raise HapError(f"--split is {split!r}; expected train or test")
-    network, saved, spec = opened(checkpoint, model, device)
+    network, saved, spec = open_network(checkpoint, model, device)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     with working("evaluating"):
         result = hap.evaluate(network, found, split)
-        (side,) = measure((network, result.accuracy), data=found)
+        (side,) = measure_networks((network, result.accuracy), data=found)
     rows = [
         ["accuracy", f"{percent(result.accuracy)} of {result.count} {split} images"],
         ["loss", f"{result.loss:.4f}"],
@@ -82,16 +82,16 @@ def export(
     if out.suffix not in (".onnx", ".pt2"):
         raise HapError(f"cannot export to {out}: the name must end in .onnx or .pt2")
     check_out(out)
-    network, saved, spec = opened(checkpoint, model, "cpu")
+    network, saved, spec = open_network(checkpoint, model, "cpu")
     if shape is not None:
         example = torch.zeros(shape)
     elif data is not None:
         example = torch.zeros(batch or 1, *load_data(data, spec, data_root, image_size).train.images.shape[1:])
     else:
-        example = stored_example(saved, checkpoint, batch or 1)
+        example = example_of_checkpoint(saved, checkpoint, batch or 1)
     with working(f"exporting to {out.name}"):
         hap.export(out, network, example, dynamic_batch=batch is None and shape is None, dynamic_axes=axes)
-    wrote(out)
+    tell_written(out)
 
 
 def info(checkpoint: Saved) -> None:

@@ -15,7 +15,7 @@ from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
 from hap.scoring import CRITERIA
 from hap.utils.atomic_files import write_atomic
-from hap.workflow.networks import check_reads, load_data, open_checkpoint, pick_device, stored_data
+from hap.workflow.networks import check_reads, data_of_checkpoint, load_data, open_checkpoint, pick_device
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
 Model = Annotated[
@@ -69,7 +69,7 @@ Backend = Annotated[str, typer.Option(help=f"What is timed: {', '.join(BACKENDS)
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads while timing. Default: torch's number.")]
 
 
-def opened(path: Path, model: str | None, device: str | None) -> tuple[nn.Module, Checkpoint, str]:
+def open_network(path: Path, model: str | None, device: str | None) -> tuple[nn.Module, Checkpoint, str]:
     """A checkpoint's network on the device, what the checkpoint says, and the network's name."""
     if model is not None and ":" in model:
         allow_local_modules()
@@ -90,7 +90,7 @@ def data_for(
     if size is None and isinstance(shape := checkpoint.about.get("input"), list) and shape:
         size = shape[-1]
     with working("reading the data"):
-        found = load_data(data or stored_data(checkpoint, path), spec, root, size)
+        found = load_data(data or data_of_checkpoint(checkpoint, path), spec, root, size)
     found = found.to(next(iter(network.parameters())).device)
     check_reads(network, found, spec)
     return found

@@ -48,9 +48,9 @@ from hap.cli.options import (
     check_out,
     check_saved_name,
     data_for,
-    opened,
+    open_network,
 )  # fmt: skip
-from hap.cli.screen import error_line, percent, plan_table, say, share, table, working, wrote
+from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
 from hap.data import Data
 from hap.errors import HapError
@@ -62,10 +62,10 @@ from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import about, example_of
+from hap.workflow.networks import describe_network, first_images
 from hap.workflow.results import read_json
-from hap.workflow.run import digest
-from hap.workflow.steps import carry_out, fewer, prune_step, score_step
+from hap.workflow.run import short_digest
+from hap.workflow.steps import apply_plan, note_if_fewer_images, prune_step, score_step
 
 KIND = "hap-scores"
 
@@ -96,9 +96,9 @@ def score(
     if out is not None:
         check_not_input(out, checkpoint)
         check_out(out)
-    network, saved, spec = opened(checkpoint, model, device)
+    network, saved, spec = open_network(checkpoint, model, device)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
-    _warn(fewer(found, calibration))
+    _warn(note_if_fewer_images(found, calibration))
     with working("scoring") as tell:
         _, scores = score_step(network, found, step, calibration, seed, tell, stream=stream)
     screen().print(_score_table(scores, criterion))
@@ -106,7 +106,7 @@ def score(
         record = {
             "kind": KIND,
             "format": 1,
-            "checkpoint": digest(checkpoint),
+            "checkpoint": short_digest(checkpoint),
             "coupling": coupling,
             "stream": stream,
             "data": found.name,
@@ -116,7 +116,7 @@ def score(
             "errors": {n: v.tolist() for n, v in scores.errors.items()},
         }
         write_json(out, record)
-        wrote(out)
+        tell_written(out)
 
 
 def _score_table(scores: Scores, criterion: str) -> Any:
@@ -181,15 +181,15 @@ def prune(
     options["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
     step = PruneStep("prune", **{field: options[field] for field in _fields_of_steps()})
     check_saved_name(out, checkpoint, scores)
-    network, saved, spec = opened(checkpoint, model, device)
+    network, saved, spec = open_network(checkpoint, model, device)
     _check_dense(checkpoint, saved)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     work = _Work(network, found, step, calibration, seed, stream)
     plan, metrics, timing = work.prune(scores, checkpoint, budget, timed)
     settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
-    described = about(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
+    described = describe_network(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
-    wrote(out)
+    tell_written(out)
 
 
 def _check_dense(path: Path, checkpoint: Checkpoint) -> None:
@@ -224,7 +224,7 @@ class _Work:
     stream: bool
 
     def example(self, count: int = 1) -> Tensor:
-        return example_of(self.data, count).to(next(iter(self.network.parameters())).device)
+        return first_images(self.data, count).to(next(iter(self.network.parameters())).device)
 
     def measured(self) -> dict[str, Any]:
         found, cost = hap.evaluate(self.network, self.data), hap.cost(self.network, self.example())
@@ -234,7 +234,7 @@ class _Work:
         self, scores: Path | None, checkpoint: Path, budget: Budget, timed: _TimeBudget | None
     ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
         """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
-        _warn(fewer(self.data, self.calibration))
+        _warn(note_if_fewer_images(self.data, self.calibration))
         before, timing = self.measured(), dict[str, Any]()
         del before["loss"]
         with working("pruning") as tell:
@@ -266,7 +266,7 @@ class _Work:
 
         found = json.loads(distributed.from_first(answer))  # each process would measure something else
         plan = Plan.from_dict(found["plan"])
-        carry_out(self.network, self.data, step, plan, self.calibration, self.seed, tell)
+        apply_plan(self.network, self.data, step, plan, self.calibration, self.seed, tell)
         return plan, found["timing"]
 
     def scores(self, path: Path | None, checkpoint: Path, tell: Any) -> tuple[Groups, Scores]:
@@ -279,7 +279,7 @@ class _Work:
         found = read_json(path)
         if not isinstance(found, dict) or found.get("kind") != KIND:
             raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
-        if found["checkpoint"] != digest(checkpoint):
+        if found["checkpoint"] != short_digest(checkpoint):
             raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
         if found["coupling"] != step.coupling:
             raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")

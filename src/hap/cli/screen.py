@@ -39,7 +39,7 @@ def say(text: str) -> None:
     out().print(text, markup=False, soft_wrap=True)
 
 
-def wrote(path: Path) -> None:
+def tell_written(path: Path) -> None:
     out().print(f"[green]wrote[/green] {escape(str(path))}", soft_wrap=True)
 
 

@@ -23,9 +23,9 @@ from hap.cli.options import (
     allow_local_modules,
     check_saved_name,
     data_for,
-    opened,
+    open_network,
 )
-from hap.cli.screen import percent, resumable, say, working, wrote
+from hap.cli.screen import percent, resumable, say, tell_written, working
 from hap.data import Data
 from hap.errors import HapError
 from hap.planning.plan import Plan
@@ -33,7 +33,7 @@ from hap.training import recipes
 from hap.training.recipes import Recipe
 from hap.utils import distributed
 from hap.workflow.config import DISTILL
-from hap.workflow.networks import about, check_reads, example_of, fresh, load_data, pick_device
+from hap.workflow.networks import check_reads, describe_network, first_images, load_data, new_network, pick_device
 
 RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
@@ -76,9 +76,9 @@ def train(
         models.info(model)
     with working("reading the data"):
         found = load_data(data, model, data_root, image_size).to(where)
-    path, described = check_saved_name(out), about(model, found)
+    path, described = check_saved_name(out), describe_network(model, found)
     _make_way(path, chosen, described, anew)
-    network = fresh(model, found.classes, seed).to(where)
+    network = new_network(model, found.classes, seed).to(where)
     check_reads(network, found, model)
     _train_and_save(network, found, chosen, path, described, (), None, log)
 
@@ -116,14 +116,14 @@ def finetune(
       hap finetune runs/pruned.safetensors --teacher runs/dense.safetensors \\
           --out runs/final.safetensors
     """
-    network, saved, spec = opened(checkpoint, model, device)
+    network, saved, spec = open_network(checkpoint, model, device)
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     chosen = _chosen(recipe, "digits-finetune" if found.name == "digits" else "best-finetune", seed, epochs, lr, batch)
     chosen = _with_teacher(chosen, teacher, distill)
-    guide = opened(teacher, model, device)[0] if teacher is not None else None
+    guide = open_network(teacher, model, device)[0] if teacher is not None else None
     path = out or checkpoint.with_name(f"{checkpoint.stem}-finetuned.safetensors")
     check_saved_name(path, checkpoint, teacher)
-    described = {**about(spec, found), "finetuned_from": checkpoint.name}
+    described = {**describe_network(spec, found), "finetuned_from": checkpoint.name}
     _make_way(path, chosen, described, anew)
     _train_and_save(network, found, chosen, path, described, saved.plans, guide, log)
 
@@ -183,7 +183,7 @@ def _train_and_save(
     with resumable(f"the same command goes on from the last finished epoch ({state} keeps it)"):
         history = hap.train(network, data, recipe, teacher=teacher, checkpoint=state, log_dir=log)
         found = hap.evaluate(network, data)
-        count = hap.cost(network, example_of(data).to(next(iter(network.parameters())).device))
+        count = hap.cost(network, first_images(data).to(next(iter(network.parameters())).device))
         metrics = {
             "accuracy": found.accuracy,
             "loss": found.loss,
@@ -198,4 +198,4 @@ def _train_and_save(
         f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
         f"in {sum(history.seconds):.0f} s"
     )
-    wrote(path)
+    tell_written(path)

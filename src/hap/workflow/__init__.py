@@ -1,21 +1,6 @@
-"""Experiments: train, prune in several ways, fine-tune, and leave result files that the report reads."""
+"""Experiments: train a dense network, prune it in several ways, fine-tune, and leave result files.
 
-from hap.workflow.config import DenseStep, Experiment, FinetuneStep, PruneStep, read_config
-from hap.workflow.demo import demo_experiment
-from hap.workflow.results import Measured, Result, read_results, write_result
-from hap.workflow.run import forget, run
-
-__all__ = [
-    "DenseStep",
-    "Experiment",
-    "FinetuneStep",
-    "Measured",
-    "PruneStep",
-    "Result",
-    "demo_experiment",
-    "forget",
-    "read_config",
-    "read_results",
-    "run",
-    "write_result",
-]
+`config` says what an experiment is and reads it from TOML. `run` carries it out, step by step, and skips what is
+finished. `steps` has the steps that commands share. `results` has the files that the report reads. `networks` finds
+networks and data by name. `provenance` records revision and hardware. Import from these modules; start with `run`.
+"""

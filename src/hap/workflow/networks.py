@@ -48,14 +48,14 @@ def load_data(spec: str, model: str | None = None, root: str | Path | None = Non
     return hap.data.load(spec, root=root, size=size)
 
 
-def fresh(spec: str, classes: int | None, seed: int = 0) -> nn.Module:
+def new_network(spec: str, classes: int | None, seed: int = 0) -> nn.Module:
     """A newly initialised network, the same for the same seed."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         return models.resolve(spec, classes).eval()
 
 
-def example_of(data: Data, count: int = 1) -> Tensor:
+def first_images(data: Data, count: int = 1) -> Tensor:
     """The first training images, as the network sees them."""
     return next(data.batches("train", count))[0]
 
@@ -65,7 +65,7 @@ def check_reads(model: nn.Module, data: Data, name: str) -> None:
     shape = tuple(data.train.images.shape[1:])
     device = next(iter(model.parameters())).device
     try:
-        output = call(model, example_of(data).to(device))
+        output = call(model, first_images(data).to(device))
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HapError(f"{name} cannot read an image of {data.name}, shaped {shape}: {why}") from error
@@ -76,7 +76,7 @@ def check_reads(model: nn.Module, data: Data, name: str) -> None:
         )
 
 
-def about(spec: str, data: Data) -> dict[str, Any]:
+def describe_network(spec: str, data: Data) -> dict[str, Any]:
     """What a checkpoint says of its network, so that later commands need not be told."""
     shape = list(data.train.images.shape[1:])
     return {"model": spec, "classes": data.classes, "data": data.name, "input": shape}
@@ -104,7 +104,7 @@ def open_checkpoint(path: str | Path, spec: str | None = None) -> tuple[nn.Modul
             f"run, so if you trust it give --model {stored}"
         )
     chosen = spec or str(stored)
-    model = fresh(chosen, _stored_classes(checkpoint, path))
+    model = new_network(chosen, _stored_classes(checkpoint, path))
     return hap.load(path, model).eval(), checkpoint, chosen
 
 
@@ -118,7 +118,7 @@ def _stored_classes(checkpoint: Checkpoint, path: str | Path) -> int | None:
     return classes
 
 
-def stored_data(checkpoint: Checkpoint, path: str | Path) -> str:
+def data_of_checkpoint(checkpoint: Checkpoint, path: str | Path) -> str:
     """The name of the data that a checkpoint's network was trained on, where a name is enough to find it."""
     name = checkpoint.about.get("data")
     if name not in NAMED_DATA:
@@ -126,7 +126,7 @@ def stored_data(checkpoint: Checkpoint, path: str | Path) -> str:
     return str(name)
 
 
-def stored_example(checkpoint: Checkpoint, path: str | Path, batch: int = 1) -> Tensor:
+def example_of_checkpoint(checkpoint: Checkpoint, path: str | Path, batch: int = 1) -> Tensor:
     """Zeros shaped like the network's input."""
     shape = checkpoint.about.get("input")
     if not (isinstance(shape, list) and shape and all(isinstance(n, int) and n > 0 for n in shape)):
@@ -134,11 +134,11 @@ def stored_example(checkpoint: Checkpoint, path: str | Path, batch: int = 1) -> 
     return torch.zeros(batch, *shape)
 
 
-def measure(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
+def measure_networks(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
     """Cost and latency of networks whose accuracies are known, timed in turns: a change in load meets them all."""
     device = next(iter(networks[0][0].parameters())).device
-    example, batch = (example_of(data, count).to(device) for count in (1, LATENCY_BATCH))
-    times = in_turns([model for model, _ in networks], batch)
+    example, batch = (first_images(data, count).to(device) for count in (1, LATENCY_BATCH))
+    times = time_in_turns([model for model, _ in networks], batch)
     measured = []
     for (model, accuracy), (median, spread) in zip(networks, times, strict=True):
         count = hap.cost(model, example)
@@ -146,7 +146,7 @@ def measure(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
     return measured
 
 
-def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, float]]:
+def time_in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, float]]:
     """For each network its time and the distance between the quartiles of its rounds, in milliseconds.
 
     The time of the first is the median over the rounds. That of another is the first's times the median of their ratio
@@ -169,6 +169,6 @@ def in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, floa
     return found
 
 
-def same(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
+def same_settings(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
     """Whether stored settings are those wanted."""
     return found is not None and dict(found) == dict(wanted)

@@ -26,9 +26,17 @@ from hap.training.recipes import Recipe
 from hap.utils.atomic_files import digest as file_digest
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import Experiment, PruneStep
-from hap.workflow.networks import about, check_reads, fresh, load_data, measure, open_checkpoint, same
+from hap.workflow.networks import (
+    check_reads,
+    describe_network,
+    load_data,
+    measure_networks,
+    new_network,
+    open_checkpoint,
+    same_settings,
+)
 from hap.workflow.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
-from hap.workflow.steps import fewer, probe_record, prune_step, score_step, sensitivity_record
+from hap.workflow.steps import note_if_fewer_images, probe_record, prune_step, score_step, sensitivity_record
 
 PROBE_IMAGES = 64
 
@@ -66,7 +74,7 @@ class _Runner:
         self.scored: dict[str, tuple[Groups, Scores]] = {}
 
     def run(self) -> list[Result]:
-        if words := fewer(self.data, self.experiment.calibration):
+        if words := note_if_fewer_images(self.data, self.experiment.calibration):
             self.console.step(words)
         dense, first = self._dense()
         results = [first]
@@ -98,7 +106,7 @@ class _Runner:
         model, history, recipe = self._trained_dense(config)
         with self.console.status("evaluating the dense network"):
             accuracy = hap.evaluate(model, self.data).accuracy
-            (side,) = measure((model, accuracy), data=self.data)
+            (side,) = measure_networks((model, accuracy), data=self.data)
         result = self._result("Dense", self.experiment.seeds[0], config, side, None, None, history)
         self._save(path, model, None, recipe, side, config)
         write_result(record, result)
@@ -116,7 +124,7 @@ class _Runner:
             check_reads(model, self.data, self.experiment.model)
             return model, History(), None
         self.console.step(f"dense network: train {self.experiment.model} on {self.data.name}")
-        model = fresh(self.experiment.model, self.data.classes, seed).to(self.device)
+        model = new_network(self.experiment.model, self.data.classes, seed).to(self.device)
         check_reads(model, self.data, self.experiment.model)
         recipe = step.make(seed)
         return model, self._train(model, recipe, None, "dense", config), recipe
@@ -142,7 +150,7 @@ class _Runner:
         config = self._config(step)
         path = self.out / f"{step.slug}-pruned.safetensors"
         found = _read_if_there(path)
-        if found is not None and found.plan is not None and same(found.about.get("settings"), config):
+        if found is not None and found.plan is not None and same_settings(found.about.get("settings"), config):
             self.console.skipped(f"{step.name}: pruned network")
             return self._open(path), found.plan, float(found.metrics["accuracy"])
         budget = " and ".join(f"{share:.0%} of {kind}" for kind, share in step.budget().given.items())
@@ -173,7 +181,7 @@ class _Runner:
         history = self._train(model, recipe, teacher, record.stem, config)
         with self.console.status("measuring"):
             accuracy = hap.evaluate(model, self.data).accuracy
-            sides = measure((dense, first.dense.accuracy), (model, accuracy), data=self.data)
+            sides = measure_networks((dense, first.dense.accuracy), (model, accuracy), data=self.data)
         result = self._result(step.name, seed, config, sides[0], sides[1], one_shot, history, step)
         self._save(path, model, plan, recipe, sides[1], config)
         write_result(record, result)
@@ -183,7 +191,7 @@ class _Runner:
     def _probes(self, dense: nn.Module) -> None:
         probes, path = self.experiment.probes, self.out / "results" / "probes.json"
         config = {**self._config(), "probes": probes}
-        if not probes or (path.is_file() and same(read_json(path).get("config"), config)):
+        if not probes or (path.is_file() and same_settings(read_json(path).get("config"), config)):
             return
         self.console.step(f"Hutchinson's estimate with {probes} probes, for the report")
         with self.console.status(f"drawing {probes} probes on {PROBE_IMAGES} images"):
@@ -202,7 +210,7 @@ class _Runner:
             "dense_seed": e.seeds[0],
         }
         if e.dense.checkpoint is not None:
-            config["dense"]["digest"] = digest(e.dense.checkpoint)
+            config["dense"]["digest"] = short_digest(e.dense.checkpoint)
         if step is not None:
             # what a step leaves open says nothing, so that results from before a setting came remain valid
             asked = {key: value for key, value in dataclasses.asdict(step).items() if key != "activations" or value}
@@ -224,7 +232,7 @@ class _Runner:
         if not record.is_file() or not checkpoint.is_file():
             return None
         values = read_json(record)
-        if values.get("kind") != KIND or not same(values.get("config"), config):
+        if values.get("kind") != KIND or not same_settings(values.get("config"), config):
             return None
         return Result.from_dict(values)
 
@@ -238,7 +246,7 @@ class _Runner:
         return open_checkpoint(path, self.experiment.model)[0].to(self.device)
 
     def _about(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {**about(self.experiment.model, self.data), "settings": config}
+        return {**describe_network(self.experiment.model, self.data), "settings": config}
 
     def _save(
         self,
@@ -280,7 +288,7 @@ class _Runner:
         )
 
 
-def forget(experiment: Experiment) -> None:
+def remove_results(experiment: Experiment) -> None:
     """Remove what a run of this experiment leaves, and nothing else."""
     out = Path(experiment.out)
     names = ["dense", *(f"{step.slug}-seed{seed}" for step in experiment.prune for seed in experiment.seeds)]
@@ -296,7 +304,7 @@ def forget(experiment: Experiment) -> None:
             raise HapError(f"cannot remove {path}: {error.strerror or error}") from error
 
 
-def digest(path: str | Path) -> str:
+def short_digest(path: str | Path) -> str:
     """A fingerprint of a file's content."""
     return file_digest(path)[:16]
 

@@ -17,7 +17,7 @@ from hap.planning.plan import Plan
 from hap.scoring import HessianTrace, Scores, ScoringContext
 from hap.utils import distributed
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import example_of
+from hap.workflow.networks import first_images
 
 Say = Callable[[str], None]
 """How a step tells what it is doing."""
@@ -29,7 +29,7 @@ def calibration(data: Data, model: nn.Module, count: int, seed: int) -> list[Bat
     return data.to(device).calibration(min(count, len(data.train)), seed)
 
 
-def fewer(data: Data, count: int) -> str | None:
+def note_if_fewer_images(data: Data, count: int) -> str | None:
     """What to tell where the data has fewer training images than asked for to score on."""
     found = len(data.train)
     return f"{data.name} has {found} training images, not {count}: all of them are used" if found < count else None
@@ -41,7 +41,7 @@ def score_step(
     """Trace the model, with its residual stream if asked to, and score its units."""
     batches = calibration(data, model, count, seed)
     say("tracing which channels belong together")
-    groups = hap.trace(model, example_of(data).to(batches[0][0].device), step.coupling, stream=stream)
+    groups = hap.trace(model, first_images(data).to(batches[0][0].device), step.coupling, stream=stream)
     say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
     return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
 
@@ -58,18 +58,18 @@ def prune_step(
         ).to_json()
 
     plan = Plan.from_json(distributed.from_first(make))
-    carry_out(model, data, step, plan, count, seed, say)
+    apply_plan(model, data, step, plan, count, seed, say)
     return plan
 
 
-def carry_out(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count: int, seed: int, say: Say) -> None:
+def apply_plan(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count: int, seed: int, say: Say) -> None:
     """Apply a plan, in place, and repair what reads the removed units if the step says so."""
     batches = calibration(data, model, count, seed)
     if step.compensate:
         say("repairing what reads the removed units by least squares")
         hap.compensate_(model, plan, batches)
     say("pruning, and checking the result by running it")
-    hap.apply_(model, plan, example_of(data).to(batches[0][0].device), batches=batches)
+    hap.apply_(model, plan, first_images(data).to(batches[0][0].device), batches=batches)
     distributed.broadcast_(model)
 
 
@@ -88,7 +88,7 @@ def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) ->
 def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: int) -> dict[str, Any]:
     """How Hutchinson's estimate of a few scores settles with the number of probes, beside the exact values."""
     batches = calibration(data, model, images, seed)
-    groups = hap.trace(model, example_of(data).to(batches[0][0].device))
+    groups = hap.trace(model, first_images(data).to(batches[0][0].device))
     problem = ScoringContext(model, groups, batches, F.cross_entropy)
     try:
         exact = hap.score(model, groups, batches, F.cross_entropy, HessianTrace(method="exact"))

@@ -21,14 +21,14 @@ from hap.planning.plan import Plan
 from hap.training import History, evaluate
 from hap.training.loop import NotFinite
 from hap.utils.atomic_files import digest, held, write_json
-from hap.workflow.networks import example_of, fresh
+from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10 import batches
 from hap_reproduction.cifar10.batches import Batch
 from hap_reproduction.cifar10.job import KIND, Folders, Job, Say, pending
 from hap_reproduction.cifar10.masking import dense_form, pruned_form, trains_alike
 from hap_reproduction.cifar10.stacking import train_stacked
-from hap_reproduction.cifar10.starting import Known, describe, opened, prune
+from hap_reproduction.cifar10.starting import ScoreCache, describe, open_started, prune
 from hap_reproduction.cifar10.trimming import Trimmed, common_widths, trim
 
 MASKED_FROM = 0.05
@@ -37,7 +37,7 @@ network with them (`stack`) and be compiled. Odd widths use a GPU poorly; `bench
 
 
 @dataclass(frozen=True)
-class Manner:
+class SideBySide:
     """How jobs are trained, for speed alone: the steps that they take are the same.
 
     Up to `together` jobs of one network and recipe train at a time, up to `stack` of one shape as one network, which
@@ -55,14 +55,14 @@ class Manner:
             raise HapError(f"together is {self.together}; expected how many networks to train at a time, at least 1")
 
 
-DEFAULT = Manner()
+DEFAULT = SideBySide()
 
 
 def work_off(
     jobs: Sequence[Job],
     data: Data,
     folders: Folders,
-    manner: Manner = DEFAULT,
+    manner: SideBySide = DEFAULT,
     seconds: float | None = None,
     revision: str | None = None,
     say: Say = print,
@@ -83,7 +83,7 @@ def _work_off(
     jobs: Sequence[Job],
     data: Data,
     folders: Folders,
-    manner: Manner,
+    manner: SideBySide,
     seconds: float | None,
     revision: str | None,
     say: Say,
@@ -102,7 +102,7 @@ def _work_off(
             return
 
 
-def _interrupted(queue: Sequence[Job], folders: Folders, manner: Manner, say: Say) -> Batch | None:
+def _interrupted(queue: Sequence[Job], folders: Folders, manner: SideBySide, say: Say) -> Batch | None:
     """What of these jobs has a state, up to `together` of one batch; the state of its other jobs stays for later."""
     names, newer = {job.name for job in queue}, set[str]()
     for batch in batches.begun(folders.work):
@@ -119,7 +119,7 @@ def _is_recorded(name: str, folders: Folders) -> bool:
     return folders.result(name).exists() and folders.dense(name).exists()
 
 
-def _next(queue: Sequence[Job], folders: Folders, manner: Manner) -> Batch:
+def _next(queue: Sequence[Job], folders: Folders, manner: SideBySide) -> Batch:
     """The first job with others that train beside it."""
     chosen = [job.name for job in queue if _alike(job, queue[0])][: manner.together]
     return batches.new_batch(folders.work, chosen, manner.masked_from)
@@ -164,7 +164,7 @@ def _train(
     jobs: Sequence[Job],
     data: Data,
     folders: Folders,
-    manner: Manner,
+    manner: SideBySide,
     seconds: float | None,
     revision: str | None,
     say: Say,
@@ -223,14 +223,14 @@ def _trainee(job: Job, data: Data, folders: Folders, masked_from: float) -> Trai
 
 def _shape(model: str, data: Data) -> nn.Module:
     """A dense network of this name, of which only the shapes count."""
-    return fresh(model, data.classes).to(data.train.images.device).eval()
+    return new_network(model, data.classes).to(data.train.images.device).eval()
 
 
 def _trimmed(trainees: list[Trainee], batch: Batch, model: str, data: Data) -> list[Trainee]:
     """Those under masks in the smaller shape that they share, which their state depends on: the batch notes it down."""
     if not any(trainee.masks for trainee in trainees):
         return trainees
-    example = example_of(data)
+    example = first_images(data)
     groups = hap.trace(_shape(model, data), example, "union")
     widths = batch.widths
     if widths is None:
@@ -251,7 +251,7 @@ def _start(job: Job, data: Data, folders: Folders) -> nn.Module:
     """The network as training begins: a fresh one, or what pruning left in `work`."""
     device = data.train.images.device
     if job.prune is None:
-        return fresh(job.model, data.classes, job.recipe.seed).to(device)
+        return new_network(job.model, data.classes, job.recipe.seed).to(device)
     path, settings = folders.started(job.name), _settings(job)
     if read(path).about.get("settings", settings) != settings:
         raise HapError(f"{path} was pruned with other settings than {job.name} has now; delete it to prune anew")
@@ -262,12 +262,12 @@ def _start(job: Job, data: Data, folders: Folders) -> nn.Module:
                 f"{path} was pruned from another network than the {name} that is there now, which was trained again; "
                 "delete it to prune anew"
             )
-    return opened(path, job.model, data.classes).to(device)
+    return open_started(path, job.model, data.classes).to(device)
 
 
 def _prune(jobs: Sequence[Job], data: Data, folders: Folders, say: Say) -> None:
     """Prune for those jobs for which this was not done before; what ranks units alike is found once for all of them."""
-    known: dict[str | None, Known] = {}
+    known: dict[str | None, ScoreCache] = {}
     for job in jobs:
         if job.prune is None or folders.started(job.name).exists():
             continue
@@ -314,14 +314,14 @@ def _settings(job: Job) -> Any:
 
 def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
     assert job.dense is not None
-    return load(folders.dense(job.dense), fresh(job.model, data.classes)).to(data.train.images.device).eval()
+    return load(folders.dense(job.dense), new_network(job.model, data.classes)).to(data.train.images.device).eval()
 
 
 def _record(
     job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int, revision: str | None
 ) -> None:
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
-    example, shape = example_of(data), _shape(job.model, data)
+    example, shape = first_images(data), _shape(job.model, data)
     model = trainee.finished(shape, example)
     accuracy = evaluate(model, data).accuracy
     started = read(folders.started(job.name)) if job.prune is not None else None

@@ -84,7 +84,7 @@ PER_COST = f"hap-per-cost-{MANY_IMAGES}-images"
 SHORT_NAMES = {"vgg16_bn": "vgg16", "wide_resnet32": "wideresnet32"}
 
 
-def short(model: str) -> str:
+def short_name(model: str) -> str:
     """A network's name in the names of jobs and files."""
     return SHORT_NAMES.get(model, model)
 
@@ -109,7 +109,7 @@ def finetune_recipe(seed: int, protocol: str = "paper") -> Recipe:
 
 
 def dense_name(model: str, kind: str, seed: int) -> str:
-    return f"{short(model)}-dense-{kind}-seed{seed}"
+    return f"{short_name(model)}-dense-{kind}-seed{seed}"
 
 
 def dense_jobs(model: str, kinds: tuple[str, ...] = ("paper", "best"), seeds: tuple[int, ...] = (0, 1, 2)) -> list[Job]:
@@ -120,7 +120,7 @@ def dense_jobs(model: str, kinds: tuple[str, ...] = ("paper", "best"), seeds: tu
             dense_name(model, kind, seed),
             model,
             dense_recipe(kind, seed),
-            ("dense", f"dense-{short(model)}"),
+            ("dense", f"dense-{short_name(model)}"),
             paper=paper if kind == "paper" else None,
         )
         for kind in kinds
@@ -140,7 +140,7 @@ def _job(
     slug = step.slug if isinstance(step, PruneStep) else step.name
     best = protocol == "best"
     return Job(
-        f"{short(model)}-{protocol}-{slug}-seed{seed}",
+        f"{short_name(model)}-{protocol}-{slug}-seed{seed}",
         model,
         finetune_recipe(seed, protocol),
         targets,
@@ -301,7 +301,7 @@ def preresnet29_jobs() -> list[Job]:
 def best_jobs(model: str) -> list[Job]:
     """HAP+Implant with all help, three seeds; for ResNet56 also HAP alone, magnitude, and implants ranked by the
     curvature of gates, given the same, one seed."""
-    targets = ("best", f"best-{short(model)}")
+    targets = ("best", f"best-{short_name(model)}")
     methods: dict[str, dict[str, object]] = {"implant": {"implant": 0.2}}
     if model == "resnet56":
         methods |= {"hap": {}, "magnitude": {"criterion": "magnitude"}, "gates": {"implant": 0.2, "criterion": GATES}}
@@ -316,7 +316,7 @@ def best_jobs(model: str) -> list[Job]:
 
 
 def _best_name(model: str, percent: float) -> str:
-    return f"{short(model)}-best-implant-{percent}-"
+    return f"{short_name(model)}-best-implant-{percent}-"
 
 
 def _longer(job: Job) -> Job:
@@ -352,7 +352,7 @@ def curve_jobs(model: str) -> list[Job]:
         if i < 3:
             steps.append(_step("bn-scale", percent, "params", joint, criterion="bn-scale"))
             steps.append(EigenStep(f"eigendamage-{percent}", percent / 100))
-        jobs += [_job(model, "short", step, 0, ("curves", f"curves-{short(model)}")) for step in steps]
+        jobs += [_job(model, "short", step, 0, ("curves", f"curves-{short_name(model)}")) for step in steps]
     return sorted(jobs, key=lambda job: isinstance(job.prune, EigenStep))
 
 
@@ -407,9 +407,9 @@ def headline_networks() -> dict[str, str]:
         method = ("hap-implant" if step.implant else "hap") + ("-per-cost" if step.per_cost else "")
         row = {"resnet56", "vgg16", "preresnet29"} & set(job.targets)
         if row and (job.model != "resnet56" or _is_headline(job)):
-            chosen[f"{short(job.model)}-cifar10-{method}-{percent}"] = job.name
+            chosen[f"{short_name(job.model)}-cifar10-{method}-{percent}"] = job.name
         elif "best" in job.targets and step.implant:
-            chosen.setdefault(f"{short(job.model)}-cifar10-best-{percent}", job.name)
+            chosen.setdefault(f"{short_name(job.model)}-cifar10-best-{percent}", job.name)
     return chosen
 
 

@@ -18,7 +18,7 @@ from hap.data import Batch, Data
 from hap.groups.groups import Groups
 from hap.planning.budget import Budget
 from hap.scoring.gate_curvature import Gate, gated, gates_of
-from hap.workflow.networks import example_of
+from hap.workflow.networks import first_images
 from hap.workflow.steps import calibration
 from hap_reproduction.cifar10.starting import IMAGES
 
@@ -46,7 +46,7 @@ FLOPS = (0.7, 0.5, 0.3874)
 def removal_record(model: nn.Module, data: Data, images: int) -> dict[str, Any]:
     """Scores on some training images beside what the loss on another draw of them rises by when a unit goes."""
     scored = calibration(data, model, IMAGES, 0)
-    groups = hap.trace(model, example_of(data).to(scored[0][0].device), "union")
+    groups = hap.trace(model, first_images(data).to(scored[0][0].device), "union")
     scores = {name: hap.score(model, groups, scored, F.cross_entropy, name) for name in CRITERIA}
     judged = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in calibration(data, model, images, 1)]
     rises = dict(zip(("given", "own"), loss_rises(model, groups, judged), strict=True))
@@ -187,7 +187,7 @@ def _without(unit: int, gate: Gate, value: Tensor) -> Tensor:
 def one_shot_record(model: nn.Module, data: Data) -> dict[str, Any]:
     """Test accuracy of networks pruned by several criteria and not trained since: as they are, and once their
     BatchNorms have seen training images again."""
-    batches, example = calibration(data, model, IMAGES, 0), example_of(data).to(next(model.parameters()).device)
+    batches, example = calibration(data, model, IMAGES, 0), first_images(data).to(next(model.parameters()).device)
     groups = hap.trace(model, example, "union")
     rows = []
     for criterion in PRUNED_BY:

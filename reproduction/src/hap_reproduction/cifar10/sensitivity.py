@@ -18,7 +18,7 @@ from hap.planning.budget import Budget
 from hap.scoring import Criterion, HessianTrace, Random
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import example_of, fresh
+from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
 from hap.workflow.steps import calibration, probe_record, score_step, sensitivity_record
 from hap_reproduction.cifar10.job import Folders
@@ -32,7 +32,7 @@ DRAWS = 3
 
 
 @dataclass(frozen=True)
-class Look:
+class Study:
     """One record about the scores of a dense network: `what` is one of `KINDS`. Without `dense`, the
     name of the job that trained it, the network is untrained, which makes no difference to seconds."""
 
@@ -44,13 +44,13 @@ class Look:
     images: tuple[int, ...] = (IMAGES, 10_000)
 
 
-def pending(looks: Sequence[Look], folders: Folders) -> list[Look]:
+def pending(looks: Sequence[Study], folders: Folders) -> list[Study]:
     """Looks without a record whose dense network is there."""
     left = [k for k in looks if not folders.result(k.name).exists()]
     return [k for k in left if k.dense is None or folders.dense(k.dense).exists()]
 
 
-def status(looks: Sequence[Look], folders: Folders) -> dict[str, list[str]]:
+def status(looks: Sequence[Study], folders: Folders) -> dict[str, list[str]]:
     """Names of what is done, of what can be done now, and of what waits for a dense network."""
     ready = [k.name for k in pending(looks, folders)]
     done = [k.name for k in looks if folders.result(k.name).exists()]
@@ -58,7 +58,7 @@ def status(looks: Sequence[Look], folders: Folders) -> dict[str, list[str]]:
 
 
 def take(
-    looks: Sequence[Look],
+    looks: Sequence[Study],
     data: Data,
     folders: Folders,
     revision: str | None,
@@ -71,7 +71,7 @@ def take(
         if seconds is not None and time.monotonic() - begun >= seconds:
             return
         say(f"{look.name}: scoring")
-        model = fresh(look.model, data.classes)
+        model = new_network(look.model, data.classes)
         if look.dense is not None:
             load(folders.dense(look.dense), model)
         record = KINDS[look.what](model.to(data.train.images.device), data, look)
@@ -79,11 +79,11 @@ def take(
         write_json(folders.result(look.name), record | about | provenance(revision))
 
 
-def _probes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+def _probes(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
     return probe_record(model, data, look.probes, IMAGES, 0)
 
 
-def _layers(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+def _layers(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
     """Scores of all channels and what the headline HAP+Implant plan does with each."""
     step = PruneStep("hap-implant", flops=0.407, implant=0.2, coupling="union")
     groups, scores = score_step(model, data, step, IMAGES, 0, lambda _: None)
@@ -91,10 +91,10 @@ def _layers(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
     return sensitivity_record(look.name, scores, plan, step.criterion) | {"flops": step.flops}
 
 
-def _seconds(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+def _seconds(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
     """Time of all scores on 512 images: exactly, and by Hutchinson's probes as the paper does; each after a warm-up."""
     batches = calibration(data, model, IMAGES, 0)
-    groups = hap.trace(model, example_of(data).to(batches[0][0].device), "union")
+    groups = hap.trace(model, first_images(data).to(batches[0][0].device), "union")
 
     def timed(criterion: HessianTrace, warm_up: HessianTrace) -> float:
         hap.score(model, groups, batches, F.cross_entropy, warm_up)
@@ -116,10 +116,10 @@ def _seconds(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
     }
 
 
-def _shapes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+def _shapes(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
     """What is left of FLOPs and parameters at the paper's shares of channels, by how the sensitivity is found."""
     batches = calibration(data, model, IMAGES, 0)
-    groups = hap.trace(model, example_of(data).to(batches[0][0].device), "union")
+    groups = hap.trace(model, first_images(data).to(batches[0][0].device), "union")
     few = [HessianTrace(method="hutchinson", probes=look.probes, seed=seed) for seed in range(DRAWS)]
     criteria: dict[str, Sequence[Criterion]] = {
         f"{look.probes} probes": few,
@@ -143,10 +143,10 @@ def _shapes(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
     return {"kind": "hap-shapes", "format": 1, "images": sum(len(y) for _, y in batches), "rows": rows}
 
 
-def _images(model: nn.Module, data: Data, look: Look) -> dict[str, Any]:
+def _images(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
     """How far two draws of training images agree on the exact scores, and on the channels that stay at the paper's
     first row, by the number of images; and the share of the loss's curvature that one in twenty images carries."""
-    groups = hap.trace(model, example_of(data).to(data.train.images.device), "union")
+    groups = hap.trace(model, first_images(data).to(data.train.images.device), "union")
     rows = []
     for count in look.images:
         draws = [calibration(data, model, count, seed) for seed in range(2)]
@@ -171,7 +171,7 @@ def _carried(model: nn.Module, batches: Sequence[Batch], share: float) -> float:
     return float(traces[: max(1, round(share * len(traces)))].sum() / traces.sum())
 
 
-KINDS: dict[str, Callable[[nn.Module, Data, Look], dict[str, Any]]] = {
+KINDS: dict[str, Callable[[nn.Module, Data, Study], dict[str, Any]]] = {
     "probes": _probes,
     "layers": _layers,
     "shapes": _shapes,
@@ -182,18 +182,18 @@ KINDS: dict[str, Callable[[nn.Module, Data, Look], dict[str, Any]]] = {
 }
 
 
-def looks(resnet56: Sequence[str]) -> list[Look]:
+def studies(resnet56: Sequence[str]) -> list[Study]:
     """The paper's: probes and layers of ResNet56, as trained by the first of these jobs, and seconds of three networks.
     Besides, the shapes that the public code's number of probes leads to, how far scores depend on the images, and what
     they are worth before fine-tuning: beside what the loss does, and, for all jobs, in pruned networks."""
     first = resnet56[0]
     timed = ("resnet56", "preresnet29", "wide_resnet32")
     return [
-        Look("sensitivity-layers", "resnet56", "layers", first),
-        Look("sensitivity-probes", "resnet56", "probes", first),
-        Look("sensitivity-shapes", "resnet56", "shapes", first, probes=3),
-        Look("sensitivity-images", "resnet56", "images", first),
-        Look("sensitivity-removal", "resnet56", "removal", first, images=(2048,)),
-        *(Look(f"sensitivity-one-shot-{i}", "resnet56", "one-shot", name) for i, name in enumerate(resnet56)),
-        *(Look(f"sensitivity-seconds-{model}", model, "seconds") for model in timed),
+        Study("sensitivity-layers", "resnet56", "layers", first),
+        Study("sensitivity-probes", "resnet56", "probes", first),
+        Study("sensitivity-shapes", "resnet56", "shapes", first, probes=3),
+        Study("sensitivity-images", "resnet56", "images", first),
+        Study("sensitivity-removal", "resnet56", "removal", first, images=(2048,)),
+        *(Study(f"sensitivity-one-shot-{i}", "resnet56", "one-shot", name) for i, name in enumerate(resnet56)),
+        *(Study(f"sensitivity-seconds-{model}", model, "seconds") for model in timed),
     ]

@@ -17,7 +17,7 @@ from hap.planning.plan import Plan
 from hap.scoring import Scores
 from hap.utils.atomic_files import read_record
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import example_of, fresh
+from hap.workflow.networks import first_images, new_network
 from hap.workflow.steps import calibration, prune_step, score_step
 from hap_reproduction.cifar10.eigendamage import Ranks, eigendamage_, rebuild_
 
@@ -55,18 +55,24 @@ class Pruned:
     seconds: float
 
 
-Known = dict[tuple[Any, ...], tuple[Scores, float]]
+ScoreCache = dict[tuple[Any, ...], tuple[Scores, float]]
 """Scores of one network by what they depend on, and the seconds that they took."""
 
 
 def prune(
-    model: nn.Module, step: Step, data: Data, seed: int, plans: Path, images: int = IMAGES, known: Known | None = None
+    model: nn.Module,
+    step: Step,
+    data: Data,
+    seed: int,
+    plans: Path,
+    images: int = IMAGES,
+    known: ScoreCache | None = None,
 ) -> Pruned:
     """Prune in place; a PruneStep scores on so many `images`, unless the scores are `known` already."""
     begun = time.monotonic()
     if isinstance(step, EigenStep):
         batches = calibration(data, model, IMAGES, seed)
-        ranks = eigendamage_(model, example_of(data).to(batches[0][0].device), batches, params=step.params)
+        ranks = eigendamage_(model, first_images(data).to(batches[0][0].device), batches, params=step.params)
         return Pruned(None, ranks, time.monotonic() - begun)
     if isinstance(step, BorrowedStep):
         plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
@@ -74,7 +80,7 @@ def prune(
     known = {} if known is None else known
     key = step.criterion, step.probes, step.coupling, images, seed
     if key in known:
-        groups = hap.trace(model, example_of(data).to(next(iter(model.parameters())).device), step.coupling)
+        groups = hap.trace(model, first_images(data).to(next(iter(model.parameters())).device), step.coupling)
     else:
         groups, scores = score_step(model, data, step, images, seed, lambda _: None)
         known[key] = scores, time.monotonic() - begun
@@ -85,7 +91,7 @@ def prune(
 def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:
     """Remove from the model, in place, what a file of another library's choices lists by group."""
     record = read_record(path, ("coupling", "removed"), "make it again with benchmarks/torch_pruning_plans.py")
-    example = example_of(data).to(next(iter(model.parameters())).device)
+    example = first_images(data).to(next(iter(model.parameters())).device)
     groups = hap.trace(model, example, record["coupling"])
     plan = hap.draft(groups, record["removed"])
     if plan.after.macs > flops * plan.before.macs:
@@ -99,8 +105,8 @@ def describe(step: Step | None) -> dict[str, Any] | None:
     return None if step is None else asdict(step)
 
 
-def opened(path: Path, model: str, classes: int) -> nn.Module:
+def open_started(path: Path, model: str, classes: int) -> nn.Module:
     """The network of a checkpoint that a job wrote, in the shape that its plan or its ranks say."""
-    network = fresh(model, classes)
+    network = new_network(model, classes)
     rebuild_(network, read(path).about.get("ranks") or {})
     return load(path, network).eval()

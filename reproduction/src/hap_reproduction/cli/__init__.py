@@ -1,1 +1,1 @@
-"""cli"""
+"""The commands that this package adds to `hap`: reproduce, glue and zoo. They are named in pyproject.toml."""

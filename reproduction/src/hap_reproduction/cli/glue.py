@@ -11,7 +11,7 @@ import torch
 import typer
 
 from hap.cli.options import Device
-from hap.cli.screen import out, resumable, say, table, wrote
+from hap.cli.screen import out, resumable, say, table, tell_written
 from hap.errors import HapError
 from hap.utils.atomic_files import write_text
 from hap.workflow.networks import pick_device
@@ -130,7 +130,7 @@ def _settings(options: Mapping[str, Any]) -> Settings:
 
 def _render(results: Path, page: Path) -> None:
     write_text(page, render_page(results))
-    wrote(page)
+    tell_written(page)
 
 
 def _show_state(chosen: list[Job], folders: Folders) -> None:
@@ -142,7 +142,7 @@ def _time_heads(model: str, path: Path, device: torch.device, revision: str | No
     for row in measure(model, path, device, revision=revision)["rows"]:
         times = f"{row['dense']['median']:.2f} ms dense, {row['pruned']['median']:.2f} ms pruned"
         say(f"{row['backend']}, batch {row['batch']}: {times}, {row['faster']:.3f} times faster")
-    wrote(path)
+    tell_written(path)
 
 
 def _time_scores(campaign: Campaign, task: str, path: Path) -> None:
@@ -150,7 +150,7 @@ def _time_scores(campaign: Campaign, task: str, path: Path) -> None:
         memory = f", {row['of_a_step']:.2f} of a step's memory" if row["of_a_step"] else ""
         times = f"{row['seconds']:.2f} s, {row['of_an_epoch']:.2f} of an epoch{memory}"
         say(f"{row['criterion']}, {row['batch']} texts at once: {times}")
-    wrote(path)
+    tell_written(path)
 
 
 def _tasks(text: str) -> list[str]:

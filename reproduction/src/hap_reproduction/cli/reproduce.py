@@ -11,16 +11,16 @@ import typer
 
 import hap
 from hap.cli.options import Device
-from hap.cli.screen import out, resumable, say, table, wrote
+from hap.cli.screen import out, resumable, say, table, tell_written
 from hap.data import Data
 from hap.errors import HapError
 from hap.workflow.networks import pick_device
 from hap_reproduction.cifar10 import sensitivity
-from hap_reproduction.cifar10.campaign import MASKED_FROM, Manner, work_off
+from hap_reproduction.cifar10.campaign import MASKED_FROM, SideBySide, work_off
 from hap_reproduction.cifar10.campaign import prepare as prune_for
 from hap_reproduction.cifar10.job import Folders, Job, estimate, missing_plans, select, status
 from hap_reproduction.cifar10.jobs import dense_name, headline_networks, jobs, load_data
-from hap_reproduction.cifar10.sensitivity import Look
+from hap_reproduction.cifar10.sensitivity import Study
 
 TARGETS = ("dense", "resnet56", "vgg16", "preresnet29", "best", "ablation", "implants", "head-to-head", "curves")
 
@@ -101,7 +101,7 @@ def reproduce(
         if prepare:
             prune_for(chosen, loaded, folders, _say)
             return
-        _work(chosen, looks, loaded, folders, Manner(together, stack, compiled, masked_from), seconds, revision)
+        _work(chosen, looks, loaded, folders, SideBySide(together, stack, compiled, masked_from), seconds, revision)
     if seconds is not None and (found := _ready(chosen, looks, folders)):
         _say(
             f"stopped for --seconds {seconds:g}: {found} of {len(chosen) + len(looks)} runs could go on or begin; the "
@@ -121,11 +121,11 @@ def _plans_to_make(chosen: list[Job], folders: Folders, data: str) -> str:
     )
 
 
-def _choose(target: str, pattern: str) -> tuple[list[Job], list[Look]]:
+def _choose(target: str, pattern: str) -> tuple[list[Job], list[Study]]:
     """The jobs and the looks at scores of a target that are named so, with the dense networks that either needs."""
     every = jobs()
     trained = [dense_name("resnet56", "paper", seed) for seed in range(3)]
-    about = sensitivity.looks(trained) if target in ("all", sensitivity.TARGET) else []
+    about = sensitivity.studies(trained) if target in ("all", sensitivity.TARGET) else []
     looks = [look for look in about if fnmatch(look.name, pattern)]
     if target == sensitivity.TARGET and not looks:
         known = ", ".join(look.name for look in about)
@@ -138,10 +138,10 @@ def _choose(target: str, pattern: str) -> tuple[list[Job], list[Look]]:
 
 def _work(
     chosen: list[Job],
-    looks: list[Look],
+    looks: list[Study],
     data: Data,
     folders: Folders,
-    manner: Manner,
+    manner: SideBySide,
     seconds: float | None,
     revision: str | None,
 ) -> None:
@@ -157,7 +157,7 @@ def _work(
     sensitivity.take(looks, data, folders, revision, _say, left())
 
 
-def _ready(chosen: list[Job], looks: list[Look], folders: Folders) -> int:
+def _ready(chosen: list[Job], looks: list[Study], folders: Folders) -> int:
     """How many runs could be worked on now: none, unless the time was up."""
     return len(status(chosen, folders)["ready"]) + len(sensitivity.status(looks, folders)["ready"])
 
@@ -166,7 +166,7 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _show(chosen: list[Job], looks: list[Look], folders: Folders) -> None:
+def _show(chosen: list[Job], looks: list[Study], folders: Folders) -> None:
     """The jobs in the order in which they run, with what each is expected to cost."""
     found = status(chosen, folders)
     seen = {name: what for what, names in found.items() for name in names}
@@ -192,4 +192,4 @@ def _render(folders: Folders, page: Path) -> None:
     read_records(folders.results)  # so that nothing is written where a file is damaged
     manifest = hap.zoo.write_manifest(headline_networks(), folders.networks, folders.results)
     for path in [*write_results(folders, page, manifest), folders.networks / hap.zoo.MANIFEST]:
-        wrote(path)
+        tell_written(path)

@@ -12,12 +12,12 @@ from hap.models.pretrained import Entry
 from hap_reproduction.cifar10.jobs import MANY_IMAGES
 from hap_reproduction.pages.markdown import (
     NOT_RUN,
-    as_good,
     budget,
-    in_paper,
-    left,
+    compared_with_paper,
     linked,
     number,
+    paper_figures,
+    share_left,
     table,
     to_paper,
     with_margin,
@@ -125,13 +125,13 @@ def behind(page: Page) -> str:
     rows = [
         row
         for row in {row.name: row for row in rows if "rankings" not in row.job.targets}.values()
-        if as_good(row).startswith("no")
+        if compared_with_paper(row).startswith("no")
     ]
     if not rows:
         return ""
     lines = []
     for row in rows:
-        sizes = f"{left(row, 'params')}, {number(in_paper(row, 'params'), 2) or 'not given'}"
+        sizes = f"{share_left(row, 'params')}, {number(paper_figures(row, 'params'), 2) or 'not given'}"
         others = [_to_paper_by(page, row, how) for how in ("3 probes", "per cost", f"{MANY_IMAGES:,} images", RANKED)]
         name = linked(row, f"{NAMES[row.job.model]}, {row.label}, {budget(row)}")
         lines.append([name, _to_paper(row), sizes, *others])

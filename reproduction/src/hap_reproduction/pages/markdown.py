@@ -49,11 +49,11 @@ def accuracy(row: Row) -> str:
     return f"{row.mean:.2f}{deviation} ({seeds})"
 
 
-def left(row: Row, kind: str) -> str:
+def share_left(row: Row, kind: str) -> str:
     return number(row.share(kind), 2) if row.records else ""
 
 
-def in_paper(row: Row, key: str) -> float | None:
+def paper_figures(row: Row, key: str) -> float | None:
     """A figure of the paper's row that this one is held against: flops, params or accuracy."""
     return (row.job.paper or {}).get(key)
 
@@ -63,18 +63,18 @@ def result_table(rows: Sequence[Row], with_paper: bool = True) -> str:
     list of what has not."""
     run, waiting = [row for row in rows if row.records], [row for row in rows if not row.records]
     if not run:
-        return unrun(rows)
+        return not_run_yet(rows)
     head = ["", "FLOPs left %", "params left %", "accuracy %", "its dense network %"]
-    lines = [[linked(r), left(r, "macs"), left(r, "params"), accuracy(r), number(r.dense, 2)] for r in run]
+    lines = [[linked(r), share_left(r, "macs"), share_left(r, "params"), accuracy(r), number(r.dense, 2)] for r in run]
     if with_paper:
         head += ["paper: FLOPs, params", "paper: accuracy", "as good"]
         for row, line in zip(run, lines, strict=True):
-            sizes = [number(value, 2) for key in ("flops", "params") if (value := in_paper(row, key)) is not None]
-            line += [", ".join(sizes), number(in_paper(row, "accuracy"), 2), as_good(row)]
-    return table(head, lines) + (f"\n\n{unrun(waiting)}" if waiting else "")
+            sizes = [number(value, 2) for key in ("flops", "params") if (value := paper_figures(row, key)) is not None]
+            line += [", ".join(sizes), number(paper_figures(row, "accuracy"), 2), compared_with_paper(row)]
+    return table(head, lines) + (f"\n\n{not_run_yet(waiting)}" if waiting else "")
 
 
-def unrun(rows: Sequence[Row]) -> str:
+def not_run_yet(rows: Sequence[Row]) -> str:
     """What will be here: each method with its budgets."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -98,7 +98,7 @@ def budget(row: Row) -> str:
 
 def to_paper(row: Row) -> float | None:
     """Points of accuracy above the paper's row, to its two digits; None where there is nothing to hold against it."""
-    wanted = in_paper(row, "accuracy")
+    wanted = paper_figures(row, "accuracy")
     return None if not row.records or wanted is None else round(round(row.mean, 2) - wanted, 2)
 
 
@@ -115,12 +115,12 @@ def with_margin(row: Row, points: float) -> str:
     return f"{points:+.2f}{spread}"
 
 
-def as_good(row: Row) -> str:
+def compared_with_paper(row: Row) -> str:
     """Whether a row of HAP is at least as accurate as the paper's and not larger."""
     above = to_paper(row)
     if above is None or not row.label.startswith("HAP"):
         return ""
     for kind, key in (("macs", "flops"), ("params", "params")):
-        if row.share(kind) > (in_paper(row, key) or 100) + 0.005:
+        if row.share(kind) > (paper_figures(row, key) or 100) + 0.005:
             return "larger"
     return judged(row, above >= 0, above)

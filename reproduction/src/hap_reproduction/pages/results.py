@@ -9,7 +9,7 @@ from pathlib import Path
 from hap.models.pretrained import Entry
 from hap.utils.atomic_files import write_text
 from hap_reproduction.cifar10.job import Folders, Job
-from hap_reproduction.cifar10.jobs import BEST, DENSE, HAP_ROWS, MANY_IMAGES, jobs, short
+from hap_reproduction.cifar10.jobs import BEST, DENSE, HAP_ROWS, MANY_IMAGES, jobs, short_name
 from hap_reproduction.pages.claims import NAMES, Page, behind, claims
 from hap_reproduction.pages.markdown import (
     NOT_RUN,
@@ -17,13 +17,13 @@ from hap_reproduction.pages.markdown import (
     budget,
     command,
     judged,
-    left,
     link,
     linked,
+    not_run_yet,
     number,
     result_table,
+    share_left,
     table,
-    unrun,
 )
 from hap_reproduction.pages.rows import Record, Row, make_rows, read_records
 from hap_reproduction.pages.untrained import before_training
@@ -158,18 +158,18 @@ def preresnet29(page: Page) -> str:
 def best(page: Page) -> str:
     if not any(row.records for row in page.of("best")):
         rows = [replace(r, label=f"{NAMES[r.job.model]} {r.label}") for r in page.of("best")]
-        return f"## Protocol best\n\n{command('best')}\n\n{unrun(rows)}"
-    published = {(short(m), k, p): (a, who) for m, rows in BEST.items() for k, p, a, who in rows}
+        return f"## Protocol best\n\n{command('best')}\n\n{not_run_yet(rows)}"
+    published = {(short_name(m), k, p): (a, who) for m, rows in BEST.items() for k, p, a, who in rows}
     lines = []
     for row in page.of("best"):
-        figure, who = published[(short(row.job.model), *row.budget)]
+        figure, who = published[(short_name(row.job.model), *row.budget)]
         beaten = judged(row, row.mean > figure, row.mean - figure) if row.records else ""
         name = f"{NAMES[row.job.model]}, {row.label}, {budget(row)}"
         lines.append(
             [
                 linked(row, name) if row.records else name,
-                left(row, "macs"),
-                left(row, "params"),
+                share_left(row, "macs"),
+                share_left(row, "params"),
                 accuracy(row),
                 number(row.dense, 2) if row.records else "",
                 f"{figure:.2f} ({who})",
@@ -199,7 +199,7 @@ def curves(page: Page) -> str:
     for model in ("preresnet29", "wide_resnet32"):
         rows = page.of("curves", model)
         if not any(row.records for row in rows):
-            parts.append(f"{NAMES[model]}: {unrun(rows)}")
+            parts.append(f"{NAMES[model]}: {not_run_yet(rows)}")
             continue
         sizes = sorted({row.budget[1] for row in rows}, reverse=True)
         at = {(row.label, row.budget[1]): row for row in rows}
