@@ -16,24 +16,35 @@ from hap.planning.plan import Indices, Plan
 from hap.planning.steps import Cut, ImplantStep, InputSelectionStep, OutputScatterStep, SetSizeStep
 
 
-def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
-          implant: Implant | None = None, cost: CostModel | None = None) -> Plan:  # fmt: skip
-    """The plan that removes and implants these units and keeps all others. No budget, no limits.
+def draft(
+    groups: Groups,
+    removed: Mapping[str, Iterable[int]],
+    implanted: Mapping[str, Iterable[int]] | None = None,
+    implant: Implant | None = None,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Write the plan that removes and implants these units and keeps all others, without budget or limits.
 
-    Who makes many of them passes the `cost` of the groups.
+    >>> groups = hap.trace(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), torch.randn(2, 4))
+    >>> hap.draft(groups, {"0": [3, 7]}).cuts[0].name
+    '0.weight'
+
+    Arguments: `removed` and `implanted` list units by group, `implant` is what replaces the latter. Who drafts many
+    plans passes the `CostModel` of the groups.
+    Returns: the plan. HapError if there are no such units.
     """
     groups = groups if implant is None else implant.prepared(groups)
-    go = {n: _indices(groups, n, units) for n, units in removed.items()}
-    turn = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
-    for name, units in turn.items():
-        if both := set(go.get(name, [])) & set(units):
+    gone = {n: _indices(groups, n, units) for n, units in removed.items()}
+    replaced = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
+    for name, units in replaced.items():
+        if both := set(gone.get(name, [])) & set(units):
             raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
         if units and implant is None:
             raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
     kept, grafted = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
-    for name, units in go.items():
+    for name, units in gone.items():
         kept[groups[name].classes[units]] = False
-    for name, units in turn.items():
+    for name, units in replaced.items():
         grafted[groups[name].classes[units]] = True
         able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
         if not able.all():
@@ -80,14 +91,14 @@ def assemble(
         coupling=groups.coupling,
         cuts=tuple(cuts),
         grafts=tuple(grafts),
-        widenings=tuple(_widenings(groups, live, sorting)),
-        resizes=tuple(_resizes(groups, live)),
+        widenings=tuple(_output_scatters(groups, live, sorting)),
+        resizes=tuple(_sizes(groups, live)),
         implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), nothing),
         after=cost(kept, grafted),
         exact=not groups.traits.spanned & gone,
         example=groups.example,
-        narrowings=tuple(_narrowings(groups, live)),
+        narrowings=tuple(_input_selections(groups, live)),
         turns=turns,
         masks=not (groups.traits.spanned | groups.traits.padded_in_norms) & gone,
         untouched=untouched_in_words(groups),
@@ -157,23 +168,23 @@ def _implants(
     return grafts, rows_left
 
 
-def _resizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
-    for length in groups.rewiring.size_attributes:
-        if (count := int(live[length.classes].sum())) < len(length.classes):
-            yield SetSizeStep(length.module, length.attribute, count // length.per, length.entry)
+def _sizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
+    for size in groups.rewiring.size_attributes:
+        if (count := int(live[size.classes].sum())) < len(size.classes):
+            yield SetSizeStep(size.module, size.attribute, count // size.per, size.entry)
 
 
-def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
+def _input_selections(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
     for item in groups.rewiring.input_selections:
-        given = item.classes if item.among is None else item.classes[live[item.among]]
-        index = np.flatnonzero(live[given])
-        if len(index) < len(given):
+        entering = item.classes if item.among is None else item.classes[live[item.among]]
+        index = np.flatnonzero(live[entering])
+        if len(index) < len(entering):
             yield InputSelectionStep(
-                item.module, item.argument, item.dim, len(given), tuple(index.tolist()), item.inside
+                item.module, item.argument, item.dim, len(entering), tuple(index.tolist()), item.inside
             )
 
 
-def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
+def _output_scatters(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
     for scatter in groups.rewiring.output_scatters:
         narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
         place = {int(position): i for i, position in enumerate(wide)}

@@ -58,12 +58,18 @@ def _unfused() -> Iterator[None]:
 
 
 def cost(model: nn.Module, example: Any) -> Count:
-    """Count parameters and multiply-adds by running the model once on the example."""
+    """Count parameters and multiply-adds by running the model once on the example.
+
+    >>> hap.cost(nn.Linear(4, 3), torch.randn(2, 4)).macs
+    24
+
+    Arguments: `example` is a tensor, a tuple of arguments or a dict of named ones.
+    Returns: a `Count`, which also says what it did not count.
+    """
     counter = Counter()
     args, kwargs = copied(call_arguments(example))
-    detached = {
-        n: p.detach() for n, p in model.named_parameters()
-    }  # the counter hangs hooks on what requires a gradient
+    # the counter hangs hooks on what requires a gradient
+    detached = {n: p.detach() for n, p in model.named_parameters()}
     with counter, _unfused(), eval_mode(model), torch.no_grad():
         call_with(model, detached, args, kwargs)
     root = type(model).__name__

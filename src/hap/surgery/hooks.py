@@ -32,7 +32,7 @@ class Stream(nn.Module):
 
 
 class Padded(Stream):
-    """The same for heads along the last axis, block by block, which is faster than one by one."""
+    """Places heads along the last axis block by block, which is faster than one by one."""
 
     def __init__(self, widen: OutputScatterStep, device: torch.device):
         super().__init__(widen, device)
@@ -76,7 +76,7 @@ class Part(nn.Module):
 
 
 class Blocks(Part):
-    """The same for heads along the last axis, block by block."""
+    """Picks heads along the last axis block by block."""
 
     def __init__(self, narrow: InputSelectionStep, device: torch.device):
         super().__init__(narrow, device)
