@@ -111,9 +111,9 @@ class CostModel:
             self._positions[row[term.weight]] += term.positions if term.part is None else 0
         self._parts = [term for term in groups.costs.weight_macs if term.part is not None]
 
-    def __call__(self, kept: Bools, grafted: Bools) -> Cost:
-        """`kept` and `grafted` mark classes; a grafted class is also kept."""
-        live = self.groups.alive(kept, grafted)
+    def __call__(self, kept: Bools, implanted: Bools) -> Cost:
+        """`kept` and `implanted` mark classes; an implanted class is kept too."""
+        live = self.groups.alive(kept, implanted)
         lengths = self._lengths(live)
         sizes = self._sizes(lengths)
         params = int(sizes[self._trainable].sum())
@@ -121,8 +121,8 @@ class CostModel:
         total += sum(term.positions * self._part(term, live) for term in self._parts)
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
-        if self._implantable and grafted.any():
-            more_params, more_macs, more_written = self._implants(self._lengths(grafted), lengths)
+        if self._implantable and implanted.any():
+            more_params, more_macs, more_written = self._implants(self._lengths(implanted), lengths)
             params, total, written = params + more_params, total + more_macs, written + more_written
         return Cost(params, total, int(live[self._units].sum()), written)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hap.errors import Argument, ForPython, HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, Floats, Ints
-from hap.groups.unprunable_summary import nothing_in_words, untouched_in_words
+from hap.groups.unprunable_summary import nothing_in_words, unprunable_in_words
 from hap.implants import Implant, as_implant
 from hap.planning.assemble import assemble
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
@@ -153,10 +153,10 @@ class _Search:
         if self.implant is not None:
             able = gone[self.eligible[gone]]
             stand_ins = able[len(able) - round(self.implant.ratio * len(able)) :]
-        kept, grafted = self.full.copy(), self.nothing.copy()
+        kept, implanted = self.full.copy(), self.nothing.copy()
         kept[self.classes[gone]] = False
-        kept[self.classes[stand_ins]] = grafted[self.classes[stand_ins]] = True
-        return kept, grafted
+        kept[self.classes[stand_ins]] = implanted[self.classes[stand_ins]] = True
+        return kept, implanted
 
     def _rounded(self, gone: Ints) -> Ints:
         """Give back the best of each group's removed units until what stays is a multiple of `round_to`."""
@@ -174,15 +174,15 @@ class _Search:
         """The classes kept (implants included) and implanted."""
         return self.fill(*self.marking(self.bisect()))
 
-    def kept_score(self, kept: Bools, grafted: Bools) -> float:
+    def kept_score(self, kept: Bools, implanted: Bools) -> float:
         """The sum of the scores of all units that stay as they are."""
-        return float(self.scores[(kept & ~grafted)[self.classes]].sum())
+        return float(self.scores[(kept & ~implanted)[self.classes]].sum())
 
-    def value(self, kept: Bools, grafted: Bools) -> Ints:
-        return self.budget.of(self.cost(kept, grafted))
+    def value(self, kept: Bools, implanted: Bools) -> Ints:
+        return self.budget.of(self.cost(kept, implanted))
 
-    def fits(self, kept: Bools, grafted: Bools) -> bool:
-        return bool((self.value(kept, grafted) <= self.target).all())
+    def fits(self, kept: Bools, implanted: Bools) -> bool:
+        return bool((self.value(kept, implanted) <= self.target).all())
 
     def bisect(self) -> int:
         """The smallest number of units to take from the order that meets the budget."""
@@ -191,7 +191,7 @@ class _Search:
             self.budget.given.items(), least, self.target, self.dense, strict=True
         ):
             if found > target:
-                because = f"; {said}" if (said := untouched_in_words(self.groups)) else ""
+                because = f"; {said}" if (said := unprunable_in_words(self.groups)) else ""
                 raise HapError(
                     Argument(kind, fraction),
                     " cannot be reached: with these limits at least "
@@ -210,36 +210,36 @@ class _Search:
             low, high = (low, middle) if self.fits(*self.marking(middle)) else (middle, high)
         return high
 
-    def fill(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+    def fill(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
         """Keep what still fits, most sensitive first, until no single unit more would.
 
         Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
         share a part, keeping one unit can make another one cheaper.
         """
         if self.implant is None and self.limits.round_to == 1 and not self.streams:
-            return self._fill_many(kept), grafted
+            return self._fill_many(kept), implanted
         before = -1
-        while before != (before := int((kept & ~grafted).sum())):
-            kept, grafted = self._fill_once(kept, grafted)
-        return kept, grafted
+        while before != (before := int((kept & ~implanted).sum())):
+            kept, implanted = self._fill_once(kept, implanted)
+        return kept, implanted
 
-    def _fill_once(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+    def _fill_once(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
         hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()
         live = self.groups.alive(kept)
         for unit in self.order[::-1]:
             c = self.classes[unit]
-            if kept[c] and not grafted[c]:
+            if kept[c] and not implanted[c]:
                 continue
-            kind = (int(self.kind[unit]), bool(grafted[c]), tuple(live[self.streams.get(int(c), [])]))
-            if kind in hopeless or (block := self._block(unit, kept & ~grafted)) is None:
+            kind = (int(self.kind[unit]), bool(implanted[c]), tuple(live[self.streams.get(int(c), [])]))
+            if kind in hopeless or (block := self._block(unit, kept & ~implanted)) is None:
                 continue
-            more, fewer = kept.copy(), grafted.copy()
+            more, fewer = kept.copy(), implanted.copy()
             more[block], fewer[block] = True, False
             if self.fits(more, fewer):
-                kept, grafted, live = more, fewer, self.groups.alive(more)
+                kept, implanted, live = more, fewer, self.groups.alive(more)
             else:
                 hopeless.add(kind)
-        return kept, grafted
+        return kept, implanted
 
     def _fill_many(self, kept: Bools) -> Bools:
         """Keep as many units at a time as fit together: for where one unit more never makes another one cheaper."""

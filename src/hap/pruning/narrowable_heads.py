@@ -22,7 +22,7 @@ from hap.execution.fast_copy import deepcopied
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, HeadSlice, HeadSpace
-from hap.surgery.rotate_heads import changes
+from hap.surgery.rotate_heads import rotation_changes
 
 Widths = dict[str, list[tuple[int, int]]]
 
@@ -171,4 +171,4 @@ class _Trial:
         return found
 
     def _bears(self, spaces: Sequence[HeadSpace]) -> bool:
-        return bool(spaces) and changes(self.model, spaces, self.example, self.wanted) is None
+        return bool(spaces) and rotation_changes(self.model, spaces, self.example, self.wanted) is None
