@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from hap.groups.types import Frozen
-from hap.groups.unprunable_summary import share_untouched, untouched_in_words
+from hap.groups.unprunable_summary import share_unprunable, unprunable_in_words
 
 
 class Recurrent(nn.Module):
@@ -50,7 +50,7 @@ def test_recurrent_layers_are_named_with_the_reason(recurrent: tuple[nn.Module, 
     expected = sum(v for n, v in sizes.items() if n.startswith(("recurrent", "first"))) / sum(sizes.values())
     groups = hap.trace(model, example)
     assert groups.unprunable.keys() == {n for n in sizes if n.startswith(("recurrent", "first"))}
-    assert share_untouched(groups) == pytest.approx(expected)
+    assert share_unprunable(groups) == pytest.approx(expected)
     plan, said = said_by(model, example, params=0.95)
     assert len(said) == 1 and re.match(SAID, said[0])
     assert plan.untouched == str(plan).splitlines()[-1] and said[0].startswith(f"{expected:.0%} of the parameters")
@@ -68,7 +68,7 @@ def test_a_smaller_share_is_said_by_the_plan_alone(recurrent: tuple[nn.Module, T
 def test_what_is_left_alone_as_asked_is_not_mentioned() -> None:
     model, example = CASES["plain"]()
     groups = hap.trace(model, example, ignore=("0.0",))
-    assert len(groups) and not untouched_in_words(groups)
+    assert len(groups) and not unprunable_in_words(groups)
 
 
 class Block(nn.Module):

@@ -77,8 +77,8 @@ def to_svg(traced: Traced) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}">\n<style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
-        + "\n".join(body) + "\n</svg>\n"
-    )  # fmt: skip
+        + "\n".join([*body, "</svg>\n"])
+    )
 
 
 def _layers(traced: Traced) -> list[str]:

@@ -146,11 +146,11 @@ class Groups(Mapping[str, Group]):
     def units(self) -> int:
         return sum(len(g) for g in self.groups.values())
 
-    def alive(self, kept: Bools, grafted: Bools | None = None) -> Bools:
-        """Which classes live when the units marked in `kept` (bool per class) do, those in `grafted` by an implant."""
+    def alive(self, kept: Bools, implanted: Bools | None = None) -> Bools:
+        """Which classes live when those marked in `kept` do, of which those marked in `implanted` do by an implant."""
         live = kept.copy()
         live[self.feeds[kept[self.feeds[:, 0]], 1]] = True
-        whole = kept if grafted is None else kept & ~grafted
+        whole = kept if implanted is None else kept & ~implanted
         live[self.head_tails[:, 1]] = whole[self.head_tails[:, 0]]
         live[0] = True
         return live

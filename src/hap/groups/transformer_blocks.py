@@ -1,8 +1,8 @@
 """The units of transformer blocks: which groups are attention heads, which are hidden neurons of an MLP.
 
-heads = hap.only(groups, hap.heads(groups))                       # nothing else can be scored, planned or removed
+heads = hap.only(groups, hap.heads(groups))  # nothing else can be scored, planned or removed
 scores = hap.score(model, heads, batches, loss, hap.JointTrace())
-plan = hap.plan(heads, scores, hap.Budget(channels=0.5))          # half of the heads of all layers together
+plan = hap.plan(heads, scores, hap.Budget(channels=0.5))  # half of the heads of all layers together
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from hap.groups.types import Group, Ints
 
 
 def heads(groups: Groups) -> list[str]:
-    """The groups whose units are attention heads: whole blocks of rows that meet in a product of activations.
+    """Name the groups whose units are attention heads.
 
-    Such a product sees each of several heads by itself, so that a head's width has one fate. Where it sees one alone,
-    single indices of its width may go, and are no heads. Nor are scores that layers mix, and not what they weigh.
-    Under grouped queries a unit is a key/value head with the query heads that share it.
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> hap.heads(hap.trace(layer, torch.randn(1, 3, 8)))
+    ['self_attn']
+
+    A head owns whole blocks of rows that meet in a product of activations, which sees each of several heads by itself.
+    Where it sees one alone, single indices of its width may go, and are no heads. Under grouped queries a unit is a
+    key/value head with the query heads that share it.
     """
     whole = groups.traits.in_activation_products & groups.traits.whole_matrices
     return [n for n, g in groups.items() if whole.issuperset(g.classes.tolist()) and _in_blocks(groups, g)]
 
 
 def mlps(groups: Groups) -> list[str]:
-    """The groups whose units are hidden neurons of an MLP: computed from a stream, and read back into the same one.
+    """Name the groups whose units are hidden neurons of an MLP: computed from a stream, and read back into that one.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> hap.mlps(hap.trace(layer, torch.randn(1, 3, 8)))
+    ['linear1']
 
     The stream itself is none, and neither is what stands between the last block and the outputs, such as a pooler, nor
     what attention is made of, such as the values of a layer with one head.
@@ -39,9 +47,14 @@ def mlps(groups: Groups) -> list[str]:
 
 
 def only(groups: Groups, names: Iterable[str]) -> Groups:
-    """The same trace with the units of these groups alone; all other axes are kept whole.
+    """Restrict a trace to the units of these groups, named in `names`; all other axes are kept whole.
 
-    Budgets count what can be removed here: `Budget(channels=0.5)` on heads alone is half of the heads.
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> groups = hap.trace(layer, torch.randn(1, 3, 8))
+    >>> hap.only(groups, hap.heads(groups)).units
+    2
+
+    Returns: groups in which budgets count what can be removed: `Budget(channels=0.5)` on heads is half of the heads.
     """
     names = list(names)
     if unknown := [n for n in names if n not in groups]:

@@ -20,15 +20,15 @@ def layer_of(parameter: str) -> str:
     return parameter.partition(".parametrizations.")[0].rpartition(".")[0] or parameter
 
 
-def share_untouched(groups: Groups) -> float:
+def share_unprunable(groups: Groups) -> float:
     """The share of the parameters that no group covers though one could expect it."""
     total = sum(math.prod(groups.shapes[name]) for name in groups.trainable)
     return sum(math.prod(groups.shapes[name]) for name in groups.unprunable) / max(total, 1)
 
 
-def untouched_in_words(groups: Groups) -> str:
+def unprunable_in_words(groups: Groups) -> str:
     """How much that is, the largest of these layers and the reason; nothing where it is not worth a word."""
-    share = share_untouched(groups)
+    share = share_unprunable(groups)
     return f"{share:.0%} of the parameters could not be touched: {_layers(groups, 1)}" if share >= LEAST else ""
 
 

@@ -1,6 +1,9 @@
-"""Implants: cheaper stand-ins for k x k output channels and for attention heads.
+"""Implants: cheaper modules in place of k x k output channels, and narrower attention heads in place of whole ones.
 
-A new kind is one file here and one name in KINDS.
+May be imported from here: the kinds, `Implant` and `ChannelImplant` to derive one from, `ImplantModule`, `as_implant`
+and `implant_from_dict`. Start reading at `base.py`, which says what a kind has to answer: what it can stand in for,
+what it costs, and which module it builds. `pointwise.py` is the paper's implant. A new kind is one file here and one
+name in KINDS: see "An implant of your own" in docs/extending.md.
 """
 
 from __future__ import annotations
@@ -15,13 +18,22 @@ from hap.implants.separable import DepthwiseSeparable
 from hap.implants.spatial import SpatialLowRank
 
 KINDS: dict[str, type[Implant]] = {
-    k.__name__: k for k in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank, NarrowHeads)
+    kind.__name__: kind for kind in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank, NarrowHeads)
 }
 
 __all__ = [
-    "KINDS", "ChannelImplant", "DepthwiseSeparable", "Implant", "ImplantModule", "LowRank", "NarrowHeads", "Pointwise",
-    "SpatialLowRank", "as_implant", "implant_from_dict",
-]  # fmt: skip
+    "KINDS",
+    "ChannelImplant",
+    "DepthwiseSeparable",
+    "Implant",
+    "ImplantModule",
+    "LowRank",
+    "NarrowHeads",
+    "Pointwise",
+    "SpatialLowRank",
+    "as_implant",
+    "implant_from_dict",
+]
 
 
 def implant_from_dict(values: dict[str, Any]) -> Implant:

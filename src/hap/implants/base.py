@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hap.errors import Argument, HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, ConvGeometry
-
-Floats = NDArray[np.float64]
+from hap.groups.types import Bools, ConvGeometry, Floats
 
 
 class ImplantModule(nn.Module, ABC):

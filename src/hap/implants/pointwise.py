@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap.groups.types import ConvGeometry
-from hap.implants.base import ChannelImplant, Floats, ImplantModule
+from hap.groups.types import ConvGeometry, Floats
+from hap.implants.base import ChannelImplant, ImplantModule
 
 
 def centre(geometry: ConvGeometry) -> tuple[int, int]:

@@ -9,36 +9,47 @@ import numpy as np
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, ConvGeometry, Group, Ints
-from hap.groups.unprunable_summary import untouched_in_words
+from hap.groups.unprunable_summary import unprunable_in_words
 from hap.implants import Implant
 from hap.planning.cost import CostModel
 from hap.planning.plan import Indices, Plan
 from hap.planning.steps import Cut, ImplantStep, InputSelectionStep, OutputScatterStep, SetSizeStep
 
 
-def draft(groups: Groups, removed: Mapping[str, Iterable[int]], implanted: Mapping[str, Iterable[int]] | None = None,
-          implant: Implant | None = None, cost: CostModel | None = None) -> Plan:  # fmt: skip
-    """The plan that removes and implants these units and keeps all others. No budget, no limits.
+def draft(
+    groups: Groups,
+    removed: Mapping[str, Iterable[int]],
+    implanted: Mapping[str, Iterable[int]] | None = None,
+    implant: Implant | None = None,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Write the plan that removes and implants these units and keeps all others, without budget or limits.
 
-    Who makes many of them passes the `cost` of the groups.
+    >>> groups = hap.trace(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), torch.randn(2, 4))
+    >>> hap.draft(groups, {"0": [3, 7]}).cuts[0].name
+    '0.weight'
+
+    Arguments: `removed` and `implanted` list units by group, `implant` is what replaces the latter. Who drafts many
+    plans passes the `CostModel` of the groups.
+    Returns: the plan. HapError if there are no such units.
     """
     groups = groups if implant is None else implant.prepared(groups)
-    go = {n: _indices(groups, n, units) for n, units in removed.items()}
-    turn = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
-    for name, units in turn.items():
-        if both := set(go.get(name, [])) & set(units):
+    gone = {n: _indices(groups, n, units) for n, units in removed.items()}
+    replaced = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
+    for name, units in replaced.items():
+        if both := set(gone.get(name, [])) & set(units):
             raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
         if units and implant is None:
             raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
-    kept, grafted = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
-    for name, units in go.items():
+    kept, marked = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
+    for name, units in gone.items():
         kept[groups[name].classes[units]] = False
-    for name, units in turn.items():
-        grafted[groups[name].classes[units]] = True
+    for name, units in replaced.items():
+        marked[groups[name].classes[units]] = True
         able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
         if not able.all():
             raise HapError(f"unit {units[int(np.argmin(able))]} of {name!r} cannot be replaced by {implant}")
-    return assemble(groups, kept, grafted, implant, cost)
+    return assemble(groups, kept, marked, implant, cost)
 
 
 def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
@@ -52,18 +63,18 @@ def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
 
 
 def assemble(
-    groups: Groups, kept: Bools, grafted: Bools, implant: Implant | None, cost: CostModel | None = None
+    groups: Groups, kept: Bools, implanted: Bools, implant: Implant | None, cost: CostModel | None = None
 ) -> Plan:
     """Turn a marking of classes (kept, and of these implanted) into a plan."""
-    live = groups.alive(kept, grafted)
+    live = groups.alive(kept, implanted)
     marks = {
-        n: (live[g.classes] & ~grafted[g.classes], grafted[g.classes], ~live[g.classes]) for n, g in groups.items()
+        n: (live[g.classes] & ~implanted[g.classes], implanted[g.classes], ~live[g.classes]) for n, g in groups.items()
     }
     lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
     layers = {} if implant is None else implant.layers(groups)
-    sorting = _Sorting(groups, grafted if layers else np.zeros_like(grafted))
+    sorting = _Sorting(groups, implanted if layers else np.zeros_like(implanted))
     order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
-    grafts, rows_left = _implants(groups, layers, grafted, order)
+    grafts, rows_left = _implants(groups, layers, implanted, order)
     cuts = []
     for key, classes in groups.axes.items():
         keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
@@ -72,7 +83,7 @@ def assemble(
     cost = cost or CostModel(groups, implant)
     nothing = np.zeros_like(kept)
     gone = set(np.flatnonzero(~live).tolist())
-    turns = tuple(s for s in groups.head_spaces if grafted[groups[s.group].classes[s.unit]])
+    turns = tuple(s for s in groups.head_spaces if implanted[groups[s.group].classes[s.unit]])
     return Plan(
         kept=lists[0],
         implanted=lists[1],
@@ -80,17 +91,17 @@ def assemble(
         coupling=groups.coupling,
         cuts=tuple(cuts),
         grafts=tuple(grafts),
-        widenings=tuple(_widenings(groups, live, sorting)),
-        resizes=tuple(_resizes(groups, live)),
+        widenings=tuple(_output_scatters(groups, live, sorting)),
+        resizes=tuple(_sizes(groups, live)),
         implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), nothing),
-        after=cost(kept, grafted),
+        after=cost(kept, implanted),
         exact=not groups.traits.spanned & gone,
         example=groups.example,
-        narrowings=tuple(_narrowings(groups, live)),
+        narrowings=tuple(_input_selections(groups, live)),
         turns=turns,
         masks=not (groups.traits.spanned | groups.traits.padded_in_norms) & gone,
-        untouched=untouched_in_words(groups),
+        untouched=unprunable_in_words(groups),
     )
 
 
@@ -101,18 +112,18 @@ class _Sorting:
     no gather is needed at run time; all others keep their natural order.
     """
 
-    def __init__(self, groups: Groups, grafted: Bools):
-        self.grafted = grafted
-        self.movable = np.zeros(len(grafted), dtype=bool)
-        self.block = np.zeros(len(grafted), dtype=np.int64)
+    def __init__(self, groups: Groups, implanted: Bools):
+        self.implanted = implanted
+        self.movable = np.zeros(len(implanted), dtype=bool)
+        self.block = np.zeros(len(implanted), dtype=np.int64)
         for number, group in enumerate(groups.values(), 1):
             self.block[group.classes] = number
         axes: dict[int, list[Ints]] = {}
-        for classes in groups.axes.values() if grafted.any() else ():
+        for classes in groups.axes.values() if implanted.any() else ():
             for number in np.unique(self.block[classes]).tolist():
                 axes.setdefault(number, []).append(classes)
         for number, group in enumerate(groups.values(), 1):
-            if grafted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
+            if implanted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
                 self.movable[group.classes] = True
         self.natural = not self.movable.any()
 
@@ -121,7 +132,7 @@ class _Sorting:
             return np.flatnonzero(live[classes])
         block = self.block[classes]
         run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
-        late = self.grafted[classes] & self.movable[classes]
+        late = self.implanted[classes] & self.movable[classes]
         positions = np.lexsort((np.arange(len(classes)), late, run))
         return positions[live[classes[positions]]]
 
@@ -141,13 +152,13 @@ def _in_blocks(group: Group, classes: Ints) -> bool:
 
 
 def _implants(
-    groups: Groups, layers: Mapping[str, ConvGeometry], grafted: Bools, order: Mapping[tuple[str, int], Ints]
+    groups: Groups, layers: Mapping[str, ConvGeometry], implanted: Bools, order: Mapping[tuple[str, int], Ints]
 ) -> tuple[list[ImplantStep], dict[str, Ints]]:
     """The implants, and the rows that stay in each weight and bias that gets one."""
     grafts, rows_left = [], {}
     for weight, geometry in layers.items():
         rows = order[weight, 0]
-        late = grafted[groups.axes[weight, 0][rows]]
+        late = implanted[groups.axes[weight, 0][rows]]
         if late.any():
             mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
             natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
@@ -157,23 +168,23 @@ def _implants(
     return grafts, rows_left
 
 
-def _resizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
-    for length in groups.rewiring.size_attributes:
-        if (count := int(live[length.classes].sum())) < len(length.classes):
-            yield SetSizeStep(length.module, length.attribute, count // length.per, length.entry)
+def _sizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
+    for size in groups.rewiring.size_attributes:
+        if (count := int(live[size.classes].sum())) < len(size.classes):
+            yield SetSizeStep(size.module, size.attribute, count // size.per, size.entry)
 
 
-def _narrowings(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
+def _input_selections(groups: Groups, live: Bools) -> Iterable[InputSelectionStep]:
     for item in groups.rewiring.input_selections:
-        given = item.classes if item.among is None else item.classes[live[item.among]]
-        index = np.flatnonzero(live[given])
-        if len(index) < len(given):
+        entering = item.classes if item.among is None else item.classes[live[item.among]]
+        index = np.flatnonzero(live[entering])
+        if len(index) < len(entering):
             yield InputSelectionStep(
-                item.module, item.argument, item.dim, len(given), tuple(index.tolist()), item.inside
+                item.module, item.argument, item.dim, len(entering), tuple(index.tolist()), item.inside
             )
 
 
-def _widenings(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
+def _output_scatters(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
     for scatter in groups.rewiring.output_scatters:
         narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
         place = {int(position): i for i, position in enumerate(wide)}

@@ -14,11 +14,13 @@ from hap.planning.cost import Cost
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be left, as a fraction of the dense model. One or several of the first four, all of which hold then:
+    """What may be left, as a fraction of the dense model: one or several of these, which all hold then.
 
-    `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units; `activations`: values
-    that convolutions, linear and recurrent layers write, which tell more than FLOPs of the time on a GPU. Or `latency`
-    alone: measured time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
+    >>> budget = hap.Budget(params=0.5, flops=0.4)
+
+    Arguments: `params`: parameters; `flops`: multiply-adds of layers and matrix products; `channels`: units;
+    `activations`: values that convolutions, linear and recurrent layers write, which say more than FLOPs about the time
+    on a GPU. Or `latency` alone: measured time, which `hap.prune_` and `hap.plan_for_latency` know how to meet.
     """
 
     params: float | None = None
@@ -46,15 +48,18 @@ class Budget:
 
     def of(self, cost: Cost) -> Ints:
         """The amounts that there are limits on, in the order of `given`."""
-        amounts = {"params": cost.params, "flops": cost.macs, "channels": cost.channels,
-                   "activations": cost.activations}  # fmt: skip
-        return np.array([amounts[kind] for kind in self.given], dtype=np.int64)
+        return np.array([getattr(cost, "macs" if kind == "flops" else kind) for kind in self.given], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a plan may go: at most `per_layer` of a group is removed, at least `minimum` units stay, the number that
-    stay is a multiple of `round_to` (or all of them), and groups that match a pattern in `leave` are not touched."""
+    """How far a plan may go.
+
+    >>> limits = hap.Limits(per_layer=0.5, round_to=8, leave=("stem*",))
+
+    Arguments: at most the share `per_layer` of a group is removed, and at least `minimum` units stay. The number that
+    stay is a multiple of `round_to`, or all of them. Groups that match a pattern in `leave` are not touched.
+    """
 
     per_layer: float = 0.95
     minimum: int = 1

@@ -58,12 +58,18 @@ def _unfused() -> Iterator[None]:
 
 
 def cost(model: nn.Module, example: Any) -> Count:
-    """Count parameters and multiply-adds by running the model once on the example."""
+    """Count parameters and multiply-adds by running the model once on the example.
+
+    >>> hap.cost(nn.Linear(4, 3), torch.randn(2, 4)).macs
+    24
+
+    Arguments: `example` is a tensor, a tuple of arguments or a dict of named ones.
+    Returns: a `Count`, which also says what it did not count.
+    """
     counter = Counter()
     args, kwargs = copied(call_arguments(example))
-    detached = {
-        n: p.detach() for n, p in model.named_parameters()
-    }  # the counter hangs hooks on what requires a gradient
+    # the counter hangs hooks on what requires a gradient
+    detached = {n: p.detach() for n, p in model.named_parameters()}
     with counter, _unfused(), eval_mode(model), torch.no_grad():
         call_with(model, detached, args, kwargs)
     root = type(model).__name__
@@ -105,9 +111,9 @@ class CostModel:
             self._positions[row[term.weight]] += term.positions if term.part is None else 0
         self._parts = [term for term in groups.costs.weight_macs if term.part is not None]
 
-    def __call__(self, kept: Bools, grafted: Bools) -> Cost:
-        """`kept` and `grafted` mark classes; a grafted class is also kept."""
-        live = self.groups.alive(kept, grafted)
+    def __call__(self, kept: Bools, implanted: Bools) -> Cost:
+        """`kept` and `implanted` mark classes; an implanted class is kept too."""
+        live = self.groups.alive(kept, implanted)
         lengths = self._lengths(live)
         sizes = self._sizes(lengths)
         params = int(sizes[self._trainable].sum())
@@ -115,8 +121,8 @@ class CostModel:
         total += sum(term.positions * self._part(term, live) for term in self._parts)
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
-        if self._implantable and grafted.any():
-            more_params, more_macs, more_written = self._implants(self._lengths(grafted), lengths)
+        if self._implantable and implanted.any():
+            more_params, more_macs, more_written = self._implants(self._lengths(implanted), lengths)
             params, total, written = params + more_params, total + more_macs, written + more_written
         return Cost(params, total, int(live[self._units].sum()), written)
 

@@ -31,6 +31,17 @@ Indices = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Plan:
+    """What becomes of each unit (`kept`, `implanted`, `removed`), the steps that follow from that, and the cost.
+
+    >>> groups = hap.trace(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), torch.randn(2, 4))
+    >>> plan = hap.draft(groups, {"0": [3, 7]})
+    >>> hap.Plan.from_json(plan.to_json()) == plan
+    True
+
+    `print` shows a table. Where heads are narrowed, `turns` lists the spaces that are rotated before the cuts, so that
+    the strongest singular directions come first.
+    """
+
     kept: Indices
     implanted: Indices
     removed: Indices
@@ -47,7 +58,6 @@ class Plan:
     example: Any
     narrowings: tuple[InputSelectionStep, ...] = ()
     turns: tuple[HeadSpace, ...] = ()
-    """Where heads are narrowed: both sides go over to their singular vectors, the strongest first, before the cuts."""
     masks: bool = True
     """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
     untouched: str = ""

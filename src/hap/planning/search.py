@@ -1,4 +1,4 @@
-"""plan: scores and a budget -> a plan. Pure: nothing here touches a model."""
+"""plan: from scores and a budget to a plan. Nothing here needs a model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hap.errors import Argument, ForPython, HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, Ints
-from hap.groups.unprunable_summary import nothing_in_words, untouched_in_words
+from hap.groups.types import Bools, Floats, Ints
+from hap.groups.unprunable_summary import nothing_in_words, unprunable_in_words
 from hap.implants import Implant, as_implant
 from hap.planning.assemble import assemble
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
@@ -25,21 +24,36 @@ from hap.planning.plan import Plan
 MIXTURE_STEPS = 8
 
 
-def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | float | None = None,
-         limits: Limits = DEFAULT_LIMITS, *, per_cost: bool = False) -> Plan:  # fmt: skip
-    """Choose what to keep, implant and remove so that the budget is met.
+def plan(
+    groups: Groups,
+    scores: Mapping[str, Tensor],
+    budget: Budget,
+    implant: Implant | float | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    per_cost: bool = False,
+) -> Plan:
+    """Choose what to keep, implant and remove so that the budget is met. Units go from the lowest score up.
 
-    Units go from the lowest score up. `per_cost` ranks by score per unit of cost saved instead of by score; where the
-    budget has several limits, the cost is that mixture of them with which the units kept have the highest scores.
-    The result is never above the budget, and keeping any one unit more would be.
+    >>> groups = hap.trace(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), torch.randn(2, 4))
+    >>> hap.plan(groups, {"0": torch.arange(16.0)}, hap.Budget(flops=0.25)).kept
+    {'0': [12, 13, 14, 15]}
+
+    Arguments: `scores` has one value for each unit of each group. `implant` replaces some of the units that would go; a
+    number is the share of them that a `hap.Pointwise` replaces. `per_cost` ranks by score per unit of cost saved: where
+    the budget has several limits, by that mixture of costs with which the units kept have the highest scores.
+    Returns: a plan that is never above the budget, where keeping any one unit more would be.
     """
     if budget.latency is not None:
         why = " is met by measuring a model, which plan knows nothing of; use hap.plan_for_latency or "
         raise HapError(Argument("latency", budget.latency), why, "hap.prune_(..., latency=...)")
     if budget.flops is not None and groups.costs.uncounted:
         names = ", ".join(groups.costs.uncounted)
-        warnings.warn(f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share "
-                      "that is really left may be another", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"flops={budget.flops} is met without counting {names}, which may be a matrix product: the share that is "
+            "really left may be another",
+            stacklevel=2,
+        )
     mixtures = _mixtures(len(budget.given)) if per_cost else [None]
     searches = [_Search(groups, scores, budget, as_implant(implant), limits, mixture) for mixture in mixtures]
     found = [search.solve() for search in searches]
@@ -47,14 +61,15 @@ def plan(groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: 
     return assemble(searches[best].groups, *found[best], searches[best].implant)
 
 
-def _mixtures(kinds: int) -> list[NDArray[np.float64] | None]:
+def _mixtures(kinds: int) -> list[Floats | None]:
     """Weights of the costs in a budget, in steps of an eighth, that add up to 1."""
     steps = [w for w in itertools.product(range(MIXTURE_STEPS + 1), repeat=kinds) if sum(w) == MIXTURE_STEPS]
     return [np.array(w) / MIXTURE_STEPS for w in steps]
 
 
-def least_flops(groups: Groups, scores: Mapping[str, Tensor], implant: Implant | None, limits: Limits, *,
-                per_cost: bool = False) -> float:  # fmt: skip
+def least_flops(
+    groups: Groups, scores: Mapping[str, Tensor], implant: Implant | None, limits: Limits, per_cost: bool = False
+) -> float:
     """The fraction of the multiply-adds that is left when all goes that the limits allow."""
     search = _Search(groups, scores, Budget(flops=1.0), implant, limits, np.ones(1) if per_cost else None)
     return float((search.value(*search.marking(len(search.order))) / search.dense)[0])
@@ -63,8 +78,15 @@ def least_flops(groups: Groups, scores: Mapping[str, Tensor], implant: Implant |
 class _Search:
     """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first."""
 
-    def __init__(self, groups: Groups, scores: Mapping[str, Tensor], budget: Budget, implant: Implant | None,
-                 limits: Limits, mixture: NDArray[np.float64] | None):  # fmt: skip
+    def __init__(
+        self,
+        groups: Groups,
+        scores: Mapping[str, Tensor],
+        budget: Budget,
+        implant: Implant | None,
+        limits: Limits,
+        mixture: Floats | None,
+    ):
         """Ranks by score alone, or with a `mixture` of the costs in the budget by score per cost saved."""
         groups = groups if implant is None else implant.prepared(groups)
         self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
@@ -93,7 +115,7 @@ class _Search:
             self.streams.setdefault(source, []).append(target)
         self.order = self._removal_order(names)
 
-    def _saved(self, mixture: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _saved(self, mixture: Floats) -> Floats:
         """The share of the dense model's cost, in this mixture, that removing one unit saves."""
         saved = np.ones(len(self.classes))
         for kind in np.unique(self.kind):
@@ -131,10 +153,10 @@ class _Search:
         if self.implant is not None:
             able = gone[self.eligible[gone]]
             stand_ins = able[len(able) - round(self.implant.ratio * len(able)) :]
-        kept, grafted = self.full.copy(), self.nothing.copy()
+        kept, implanted = self.full.copy(), self.nothing.copy()
         kept[self.classes[gone]] = False
-        kept[self.classes[stand_ins]] = grafted[self.classes[stand_ins]] = True
-        return kept, grafted
+        kept[self.classes[stand_ins]] = implanted[self.classes[stand_ins]] = True
+        return kept, implanted
 
     def _rounded(self, gone: Ints) -> Ints:
         """Give back the best of each group's removed units until what stays is a multiple of `round_to`."""
@@ -152,15 +174,15 @@ class _Search:
         """The classes kept (implants included) and implanted."""
         return self.fill(*self.marking(self.bisect()))
 
-    def kept_score(self, kept: Bools, grafted: Bools) -> float:
+    def kept_score(self, kept: Bools, implanted: Bools) -> float:
         """The sum of the scores of all units that stay as they are."""
-        return float(self.scores[(kept & ~grafted)[self.classes]].sum())
+        return float(self.scores[(kept & ~implanted)[self.classes]].sum())
 
-    def value(self, kept: Bools, grafted: Bools) -> Ints:
-        return self.budget.of(self.cost(kept, grafted))
+    def value(self, kept: Bools, implanted: Bools) -> Ints:
+        return self.budget.of(self.cost(kept, implanted))
 
-    def fits(self, kept: Bools, grafted: Bools) -> bool:
-        return bool((self.value(kept, grafted) <= self.target).all())
+    def fits(self, kept: Bools, implanted: Bools) -> bool:
+        return bool((self.value(kept, implanted) <= self.target).all())
 
     def bisect(self) -> int:
         """The smallest number of units to take from the order that meets the budget."""
@@ -169,7 +191,7 @@ class _Search:
             self.budget.given.items(), least, self.target, self.dense, strict=True
         ):
             if found > target:
-                because = f"; {said}" if (said := untouched_in_words(self.groups)) else ""
+                because = f"; {said}" if (said := unprunable_in_words(self.groups)) else ""
                 raise HapError(
                     Argument(kind, fraction),
                     " cannot be reached: with these limits at least "
@@ -188,39 +210,39 @@ class _Search:
             low, high = (low, middle) if self.fits(*self.marking(middle)) else (middle, high)
         return high
 
-    def fill(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+    def fill(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
         """Keep what still fits, most sensitive first, until no single unit more would.
 
         Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
         share a part, keeping one unit can make another one cheaper.
         """
         if self.implant is None and self.limits.round_to == 1 and not self.streams:
-            return self._fill_plain(kept), grafted
+            return self._fill_many(kept), implanted
         before = -1
-        while before != (before := int((kept & ~grafted).sum())):
-            kept, grafted = self._fill_once(kept, grafted)
-        return kept, grafted
+        while before != (before := int((kept & ~implanted).sum())):
+            kept, implanted = self._fill_once(kept, implanted)
+        return kept, implanted
 
-    def _fill_once(self, kept: Bools, grafted: Bools) -> tuple[Bools, Bools]:
+    def _fill_once(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
         hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()
         live = self.groups.alive(kept)
         for unit in self.order[::-1]:
             c = self.classes[unit]
-            if kept[c] and not grafted[c]:
+            if kept[c] and not implanted[c]:
                 continue
-            kind = (int(self.kind[unit]), bool(grafted[c]), tuple(live[self.streams.get(int(c), [])]))
-            if kind in hopeless or (block := self._block(unit, kept & ~grafted)) is None:
+            kind = (int(self.kind[unit]), bool(implanted[c]), tuple(live[self.streams.get(int(c), [])]))
+            if kind in hopeless or (block := self._block(unit, kept & ~implanted)) is None:
                 continue
-            more, fewer = kept.copy(), grafted.copy()
+            more, fewer = kept.copy(), implanted.copy()
             more[block], fewer[block] = True, False
             if self.fits(more, fewer):
-                kept, grafted, live = more, fewer, self.groups.alive(more)
+                kept, implanted, live = more, fewer, self.groups.alive(more)
             else:
                 hopeless.add(kind)
-        return kept, grafted
+        return kept, implanted
 
-    def _fill_plain(self, kept: Bools) -> Bools:
-        """The same where a unit more never makes another one cheaper: as many at a time as fit together."""
+    def _fill_many(self, kept: Bools) -> Bools:
+        """Keep as many units at a time as fit together: for where one unit more never makes another one cheaper."""
         waiting = self.order[::-1]
         while len(waiting := waiting[~kept[self.classes[waiting]]]):
             low, high = 0, 1
@@ -266,7 +288,7 @@ def _kinds(groups: Groups, classes: Ints) -> Ints:
     return kind[classes]
 
 
-def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
+def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, Floats]:
     if missing := [n for n in groups if n not in scores]:
         raise HapError(f"no scores for group {missing[0]!r}; score the same groups that are planned")
     values = {}

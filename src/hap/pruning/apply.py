@@ -27,12 +27,18 @@ def apply_(
     verify: bool = True,
     batches: Iterable[Any] | None = None,
 ) -> nn.Module:
-    """Prune `model` in place and return it. Modules keep their classes and names.
+    """Carry out a plan on `model` in place. Modules keep their classes and names.
 
-    `verify` runs the result on `example` (or on random inputs like the traced ones) and compares it with the dense
-    model whose removed slices are zero; if they differ, HapError is raised and `model` is left as it was.
-    Implants that are fitted by least squares need `batches`, the calibration inputs; without them they start at the
-    kernel's centre. Make a new optimizer afterwards: the old one's momentum has the old shapes.
+    >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
+    >>> plan = hap.draft(hap.trace(net, torch.randn(2, 4)), {"0": [3, 7]})
+    >>> hap.apply_(net, plan)[0]
+    Linear(in_features=4, out_features=14, bias=True)
+
+    Arguments: `verify` runs the result on `example` (or on random inputs like the traced ones) and compares it with the
+    dense model whose removed slices are zero; if they differ, HapError is raised and `model` is left as it was.
+    `batches` are the calibration inputs for implants that are fitted by least squares; without them these start at the
+    kernel's centre.
+    Returns: the model. Make a new optimizer afterwards: the old one's momentum has the old shapes.
     """
     plan.check_fits(model)
     if example is None and verify:

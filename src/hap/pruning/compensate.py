@@ -1,4 +1,4 @@
-"""compensate_: the best change of what stays, before something goes. Equation 10 of the paper, layer by layer."""
+"""compensate_: adjust the layers that read what goes. Equation 10 of the paper, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from hap.planning.steps import Cut
 
 
 def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Module:
-    """Adjust the layers that read removed units, so that the units that stay stand in for them; returns the model.
+    """Adjust the layers that read removed units, so that the units that stay make up for them.
 
-    Call it on the dense model, before `apply_`: it needs the weights that are about to go. For every convolution and
-    linear layer that loses inputs it solves dw_l = H_ll^-1 H_lp w_p with the layer's Gauss-Newton block, the second
-    moments of its inputs on `batches`. The columns that are to go become zero. Grouped and transposed convolutions are
-    left as they are, and so are layers whose weight a forward uses without calling them: what these read is hidden.
+    >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
+    >>> plan = hap.draft(hap.trace(net, torch.randn(2, 4)), {"0": [3, 7]})
+    >>> hap.compensate_(net, plan, [(torch.randn(64, 4), None)])[2].weight[:, 3].tolist()
+    [0.0, 0.0]
+
+    Arguments: the dense `model`, before `apply_`, and `batches` of (input, target). For every convolution and linear
+    layer that loses inputs it solves dw_l = H_ll^-1 H_lp w_p with the layer's Gauss-Newton block, the second moments of
+    its inputs. Grouped and transposed convolutions are left as they are, and so are layers whose weight a forward uses
+    without calling them: what these read is hidden.
+    Returns: the model, in which the columns that are to go are zero.
     """
     if plan.turns:
         raise HapError("heads that are narrowed are turned first, so what reads them cannot be compensated before")
@@ -38,21 +44,17 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
         for name, cut in ((n, c) for n, c in readers.items() if n in sums):
             weight = modules[name].weight
             assert isinstance(weight, Tensor)
-            weight.copy_(_repaired(weight, sums[name], cut))
+            weight.copy_(_adjusted(weight, sums[name], cut))
     return model
 
 
 def _solvable(module: nn.Module) -> bool:
-    plain = (
-        isinstance(module, nn.Conv2d)
-        and module.groups == 1
-        and not isinstance(module.padding, str)
-        and module.padding_mode == "zeros"
-    )
-    return plain or isinstance(module, nn.Linear)
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 and not isinstance(module.padding, str) and module.padding_mode == "zeros"
+    return isinstance(module, nn.Linear)
 
 
-def _repaired(weight: Tensor, gram: Tensor, cut: Cut) -> Tensor:
+def _adjusted(weight: Tensor, gram: Tensor, cut: Cut) -> Tensor:
     area = weight[0, 0].numel()
     stay = torch.tensor(sorted(cut.keep), device=weight.device)
     columns = (stay[:, None] * area + torch.arange(area, device=weight.device)).flatten()

@@ -51,21 +51,46 @@ class Latency:
         return [mine / theirs for mine, theirs in zip(self.times, other.times, strict=True)]
 
 
-def latency(model: nn.Module, example: Any, runs: int = 50, warmup: int = 10, *, backend: str = "eager",
-            threads: int | None = None) -> Latency:  # fmt: skip
-    """Time the model in eval mode on the example. Compare such figures within one run only: see `compare_latency`.
+def latency(
+    model: nn.Module,
+    example: Any,
+    runs: int = 50,
+    warmup: int = 10,
+    *,
+    backend: str = "eager",
+    threads: int | None = None,
+) -> Latency:
+    """Time the model in eval mode on the example.
 
-    `backend`: "eager", the model as it is; "compile", exported with BatchNorms folded and compiled; "onnxruntime",
-    exported the same way to ONNX, on the CPU. `threads`: of the CPU; None leaves torch's number.
+    >>> hap.latency(nn.Linear(4, 2), torch.randn(1, 4), runs=5).runs
+    5
+
+    Arguments: `runs` rounds are timed after `warmup` others. `backend`: "eager", the model as it is; "compile",
+    exported with BatchNorms folded and compiled; "onnxruntime", exported the same way to ONNX, on the CPU. `threads`:
+    of the CPU; None leaves torch's number.
+    Returns: milliseconds per call. Those of different runs are not for comparing: `hap.compare_latency` is.
     """
     return compare_latency([model], example, runs, warmup, backend=backend, threads=threads)[0]
 
 
-def compare_latency(models: Sequence[nn.Module], example: Any, runs: int = 50, warmup: int = 10, *,
-                    backend: str = "eager", threads: int | None = None) -> list[Latency]:  # fmt: skip
+def compare_latency(
+    models: Sequence[nn.Module],
+    example: Any,
+    runs: int = 50,
+    warmup: int = 10,
+    *,
+    backend: str = "eager",
+    threads: int | None = None,
+) -> list[Latency]:
     """Time several models in turns, so that a change in the machine's load meets them all.
 
-    Of `slow, fast = hap.compare_latency([dense, pruned], example)`, slow.ratio_to(fast) says how many times faster.
+    >>> wide, narrow = nn.Linear(500, 2000), nn.Linear(500, 5)
+    >>> slow, fast = hap.compare_latency([wide, narrow], torch.randn(64, 500), runs=5)
+    >>> slow.ratio_to(fast) > 1
+    True
+
+    Arguments: those of `hap.latency`.
+    Returns: one `Latency` for each model. `slow.ratio_to(fast)` says how many times faster the second is.
     """
     with Stopwatch(example, backend, threads) as watch:
         return watch.time([watch.add(model) for model in models], runs, warmup)
@@ -199,5 +224,7 @@ def _onnxruntime(model: nn.Module, watch: Stopwatch) -> Call:
 
 
 BACKENDS: dict[str, Callable[[nn.Module, Stopwatch], Call]] = {
-    "eager": _eager, "compile": _compiled, "onnxruntime": _onnxruntime,
-}  # fmt: skip
+    "eager": _eager,
+    "compile": _compiled,
+    "onnxruntime": _onnxruntime,
+}

@@ -22,19 +22,24 @@ from hap.execution.fast_copy import deepcopied
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, HeadSlice, HeadSpace
-from hap.surgery.rotate_heads import changes
+from hap.surgery.rotate_heads import rotation_changes
 
 Widths = dict[str, list[tuple[int, int]]]
 
 
 def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
-    """The same groups, knowing which heads `hap.NarrowHeads` can narrow, and where.
+    """Find out which heads `hap.NarrowHeads` can narrow, and where. Each possibility is tried on a copy.
 
-        heads = hap.narrowable(model, hap.only(groups, hap.heads(groups)), example)
-        plan = hap.plan(heads, scores, hap.Budget(flops=0.8), implant=hap.NarrowHeads(ratio=0.5, rank=0.5))
+    >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(1, 3, 8)
+    >>> groups = hap.narrowable(layer, hap.trace(layer, x), x)
+    >>> len(groups.head_spaces)  # none, since one weight of nn.MultiheadAttention holds queries, keys and values
+    0
 
-    Each possibility is tried on a copy with random weights. Where queries and keys do not bear it, as under rotary
-    embeddings, values and outputs alone are narrowed; heads that bear neither are left out.
+    Plan with them by `hap.plan(groups, scores, hap.Budget(flops=0.8), implant=hap.NarrowHeads(ratio=0.5, rank=0.5))`.
+
+    Arguments: `groups` as `hap.trace` found them in this `model`, and an `example` to run copies on.
+    Returns: these groups, with the places. Where queries and keys do not bear it, as under rotary embeddings, values
+    and outputs alone are narrowed; heads that bear neither are left out.
     """
     names = [n for n in heads(groups) if not groups.pads(n)]
     seen = _layers_seen(model, example, groups, names)
@@ -166,4 +171,4 @@ class _Trial:
         return found
 
     def _bears(self, spaces: Sequence[HeadSpace]) -> bool:
-        return bool(spaces) and changes(self.model, spaces, self.example, self.wanted) is None
+        return bool(spaces) and rotation_changes(self.model, spaces, self.example, self.wanted) is None

@@ -53,15 +53,34 @@ class TimedPlan:
     trials: tuple[Trial, ...]
 
 
-def plan_for_latency(model: nn.Module, groups: Groups, scores: Mapping[str, Tensor], example: Any, budget: Budget,
-                     implant: Implant | float | None = None, limits: Limits = DEFAULT_LIMITS, *, per_cost: bool = False,
-                     backend: str = "eager", threads: int | None = None) -> TimedPlan:  # fmt: skip
+def plan_for_latency(
+    model: nn.Module,
+    groups: Groups,
+    scores: Mapping[str, Tensor],
+    example: Any,
+    budget: Budget,
+    implant: Implant | float | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    per_cost: bool = False,
+    backend: str = "eager",
+    threads: int | None = None,
+) -> TimedPlan:
     """Choose what to keep so that the pruned model takes at most `budget.latency` of the dense one's time.
 
+    >>> net, x = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)).eval(), torch.randn(64, 64)
+    >>> groups = hap.trace(net, x)
+    >>> scores = hap.score(net, groups, None, None, "magnitude")
+    >>> hap.plan_for_latency(net, groups, scores, x, hap.Budget(latency=0.9)).ratio <= 0.9
+    True
+
     Copies of the model are pruned to other shares of the multiply-adds and timed in turns with the dense one, as
-    `hap.compare_latency` does, until the time is at most the budget and within 3% of it. `example` is what is timed;
-    it may have another batch than the traced one. With `limits.round_to` left at 1, the number that widths are a
-    multiple of is the one, of 1, 8, 16, 32 and 64, with which the least sensitivity is lost for the time.
+    `hap.compare_latency` does, until the time is at most the budget and within 3% of it.
+
+    Arguments: those of `hap.plan` and `hap.latency`. `example` is what is timed; it may have another batch than the
+    traced one. With `limits.round_to` left at 1, widths are multiples of that of 1, 8, 16, 32 and 64 with which the
+    least score is lost for the time.
+    Returns: the plan, with what was measured for it and all that was tried.
     """
     if budget.latency is None:
         seen = " and ".join(budget.given)
@@ -69,15 +88,24 @@ def plan_for_latency(model: nn.Module, groups: Groups, scores: Mapping[str, Tens
     with Stopwatch(example, backend, threads) as watch:
         search = _Search(model, groups, scores, watch, budget.latency, as_implant(implant), limits, per_cost)
         found = search.run()
-    return TimedPlan(found.plan, found.ratio, found.round_to, backend, watch.threads, str(watch.device),
-                     tuple(search.trials))  # fmt: skip
+    how = (backend, watch.threads, str(watch.device))
+    return TimedPlan(found.plan, found.ratio, found.round_to, *how, tuple(search.trials))
 
 
 class _Search:
     """Trials so far, and where to look next. All shares of FLOPs and of time are of the dense model's."""
 
-    def __init__(self, model: nn.Module, groups: Groups, scores: Mapping[str, Tensor], watch: Stopwatch, target: float,
-                 implant: Implant | None, limits: Limits, per_cost: bool):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        scores: Mapping[str, Tensor],
+        watch: Stopwatch,
+        target: float,
+        implant: Implant | None,
+        limits: Limits,
+        per_cost: bool,
+    ):
         self.model, self.scores, self.watch, self.target = model, scores, watch, target
         self.groups = replace(groups, costs=replace(groups.costs, uncounted=()))  # time is measured, not counted
         self.implant, self.limits, self.per_cost = implant, limits, per_cost

@@ -13,7 +13,7 @@ from hap.errors import HapError
 from hap.execution.input_checks import check_given, outside_inference
 from hap.graph.partition import Parts
 from hap.groups.groups import Groups
-from hap.groups.unprunable_summary import share_untouched
+from hap.groups.unprunable_summary import share_unprunable
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
 from hap.planning.plan import Plan
@@ -115,6 +115,6 @@ def _restored_on_failure(model: nn.Module, changed: bool) -> Iterator[None]:
 
 
 def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:
-    if share_untouched(groups) > MUCH:
+    if share_unprunable(groups) > MUCH:
         more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
         warnings.warn(chosen.untouched + more, stacklevel=3)

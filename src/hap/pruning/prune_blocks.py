@@ -1,4 +1,4 @@
-"""Budgets on the heads and the MLP neurons of a transformer, and pruning to them in one call."""
+"""plan_blocks and prune_blocks_: budgets on the heads and the MLP neurons of a transformer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,27 @@ from hap.scoring.batch import Loss
 from hap.tracing.trace import trace
 
 
-def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | None = None, mlp: float | None = None,
-                flops: float | None = None, implant: NarrowHeads | None = None,
-                limits: Limits = DEFAULT_LIMITS) -> Plan:  # fmt: skip
-    """A plan for the blocks of a transformer that leaves its stream, embeddings and classifier alone.
+def plan_blocks(
+    groups: Groups,
+    scores: Mapping[str, Tensor],
+    *,
+    heads: float | None = None,
+    mlp: float | None = None,
+    flops: float | None = None,
+    implant: NarrowHeads | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Plan:
+    """Plan for the blocks of a transformer, whose stream, embeddings and classifier are left alone.
 
-    `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own kind over
-    all layers; `flops` instead is one budget over both. At least one head stays in each layer. With an `implant`, which
-    goes with `flops` alone, some of the heads that would go are narrowed; the groups then come from `hap.narrowable`.
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> groups = hap.trace(layer, torch.randn(1, 3, 8))
+    >>> hap.plan_blocks(groups, {"linear1": torch.arange(16)}, mlp=0.25).kept
+    {'linear1': [12, 13, 14, 15]}
+
+    Arguments: `heads` and `mlp` are the shares of heads and of hidden neurons that are LEFT, each ranked among its own
+    kind over all layers; `flops` instead is one budget over both. With an `implant`, which needs `flops`, some of the
+    heads that would go are narrowed; the groups then come from `hap.narrowable`.
+    Returns: the plan. At least one head stays in each layer.
     """
     budgets = _budgets(heads, mlp, flops)
     if implant is not None and flops is None:
@@ -46,13 +59,28 @@ def plan_blocks(groups: Groups, scores: Mapping[str, Tensor], *, heads: float | 
     return draft(only(groups, removed), removed)
 
 
-def prune_blocks_(model: nn.Module, example: Any, batches: Iterable[Any] | None = None, loss: Loss | None = None, *,
-                  heads: float | None = None, mlp: float | None = None, flops: float | None = None,
-                  implant: NarrowHeads | None = None, criterion: Criterion | str = "joint",
-                  limits: Limits = DEFAULT_LIMITS, verify: bool = True) -> Plan:  # fmt: skip
-    """Remove heads and/or MLP neurons from a transformer in place, and return the plan: see `plan_blocks`.
+def prune_blocks_(
+    model: nn.Module,
+    example: Any,
+    batches: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    *,
+    heads: float | None = None,
+    mlp: float | None = None,
+    flops: float | None = None,
+    implant: NarrowHeads | None = None,
+    criterion: Criterion | str = "joint",
+    limits: Limits = DEFAULT_LIMITS,
+    verify: bool = True,
+) -> Plan:
+    """Remove heads and/or MLP neurons from a transformer in place.
 
-    plan = hap.prune_blocks_(model, example, batches, loss, heads=0.5)
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> plan = hap.prune_blocks_(layer, torch.randn(1, 3, 8), mlp=0.25, criterion="magnitude")
+    >>> layer.linear1.out_features
+    4
+
+    Arguments: those of `hap.plan_blocks`, `hap.score` and `hap.apply_`. Returns: the plan.
     """
     budgets = _budgets(heads, mlp, flops)
     groups = trace(model, example)

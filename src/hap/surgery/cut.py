@@ -14,7 +14,7 @@ from hap.execution.calling import forgetting_caches
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
 from hap.planning.steps import Cut
-from hap.surgery.hooks import attach_implant, attach_narrowing, attach_widening
+from hap.surgery.hooks import attach_implant, attach_input_selection, attach_output_scatter
 from hap.surgery.multihead_attention import FewerHeads
 from hap.surgery.recurrent_sizes import update_sizes_
 from hap.utils.module_tree import named_tensors
@@ -84,9 +84,9 @@ def update_modules_(model: nn.Module, plan: Plan, implants: dict[str, ImplantMod
     for graft in plan.grafts:
         attach_implant(modules[graft.module], implants[graft.module], graft)
     for widen in plan.widenings:
-        attach_widening(modules, widen)
+        attach_output_scatter(modules, widen)
     for narrow in plan.narrowings:
-        attach_narrowing(modules, narrow)
+        attach_input_selection(modules, narrow)
 
 
 def with_entry(old: Any, entry: int, value: Any) -> Any:

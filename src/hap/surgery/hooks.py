@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from hap.implants import ImplantModule
 from hap.planning.steps import ImplantStep, InputSelectionStep, OutputScatterStep
-from hap.surgery.scatter_in_forward import spread_inside
+from hap.surgery.scatter_in_forward import scatter_inside
 
 
-class Stream(nn.Module):
+class Scatter(nn.Module):
     """Places the channels of a narrow branch among those of a wider stream and leaves zeros elsewhere."""
 
     def __init__(self, widen: OutputScatterStep, device: torch.device):
@@ -31,8 +31,8 @@ class Stream(nn.Module):
         return f"{len(self.index)} -> {self.width}"  # type: ignore[arg-type]
 
 
-class Padded(Stream):
-    """The same for heads along the last axis, block by block, which is faster than one by one."""
+class ScatterBlocks(Scatter):
+    """Places heads along the last axis block by block, which is faster than one by one."""
 
     def __init__(self, widen: OutputScatterStep, device: torch.device):
         super().__init__(widen, device)
@@ -49,21 +49,21 @@ def blocks_of(index: tuple[int, ...], width: int) -> list[tuple[int, bool]]:
     return [(len(list(run)), own) for own, run in itertools.groupby(range(width), lambda i: i in inside)]
 
 
-def _to_stream(module: Any, args: Any, output: Tensor) -> Tensor:
+def _scatter(module: Any, args: Any, output: Tensor) -> Tensor:
     return module.stream(output)
 
 
-def attach_widening(modules: Mapping[str, nn.Module], widen: OutputScatterStep) -> None:
+def attach_output_scatter(modules: Mapping[str, nn.Module], widen: OutputScatterStep) -> None:
     module = modules[widen.module]
     device = next(iter([*module.parameters(), *module.buffers()])).device
-    module.add_module("stream", (Padded if widen.dim == -1 else Stream)(widen, device))
+    module.add_module("stream", (ScatterBlocks if widen.dim == -1 else Scatter)(widen, device))
     if widen.inside is None:
-        module.register_forward_hook(_to_stream)
+        module.register_forward_hook(_scatter)
     else:
-        spread_inside(modules[widen.inside], widen.module.removeprefix(f"{widen.inside}."))
+        scatter_inside(modules[widen.inside], widen.module.removeprefix(f"{widen.inside}."))
 
 
-class Part(nn.Module):
+class Select(nn.Module):
     """Picks some indices along an axis of a tensor that a module is called with."""
 
     def __init__(self, narrow: InputSelectionStep, device: torch.device):
@@ -75,8 +75,8 @@ class Part(nn.Module):
         return table.index_select(self.dim, self.index)  # type: ignore[arg-type]
 
 
-class Blocks(Part):
-    """The same for heads along the last axis, block by block."""
+class SelectBlocks(Select):
+    """Picks heads along the last axis block by block."""
 
     def __init__(self, narrow: InputSelectionStep, device: torch.device):
         super().__init__(narrow, device)
@@ -87,7 +87,7 @@ class Blocks(Part):
         return torch.cat([p for p, (_, own) in zip(pieces, self.blocks, strict=True) if own], -1)
 
 
-def _pick_parts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _select(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The forward pre-hook of a module that gets parts of tables."""
     parts = module.parts
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -112,19 +112,19 @@ def _give_back(module: Any, args: Any, output: Any) -> Any:
     return pytree.tree_map(whole, output)
 
 
-def attach_narrowing(modules: Mapping[str, nn.Module], narrow: InputSelectionStep) -> None:
+def attach_input_selection(modules: Mapping[str, nn.Module], narrow: InputSelectionStep) -> None:
     module = modules[narrow.module]
     if not hasattr(module, "parts"):
         module.add_module("parts", nn.ModuleList())
         if narrow.inside is None:
             module.parts.taken = []  # type: ignore[union-attr]
-            module.register_forward_pre_hook(_pick_parts, with_kwargs=True)
+            module.register_forward_pre_hook(_select, with_kwargs=True)
             module.register_forward_hook(_give_back)
         else:
-            spread_inside(modules[narrow.inside], narrow.module.removeprefix(f"{narrow.inside}."))
+            scatter_inside(modules[narrow.inside], narrow.module.removeprefix(f"{narrow.inside}."))
     device = next(iter([*module.parameters(), *module.buffers()])).device
     assert isinstance(module.parts, nn.ModuleList)
-    module.parts.append((Blocks if narrow.dim == -1 else Part)(narrow, device))
+    module.parts.append((SelectBlocks if narrow.dim == -1 else Select)(narrow, device))
 
 
 def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -142,4 +142,4 @@ def attach_implant(module: Any, implant: ImplantModule, graft: ImplantStep) -> N
 
 def has_additions(model: nn.Module) -> bool:
     """Whether a plan added modules to this model."""
-    return any(isinstance(m, ImplantModule | Stream | Part) for m in model.modules())
+    return any(isinstance(m, ImplantModule | Scatter | Select) for m in model.modules())

@@ -22,9 +22,17 @@ class FewerHeads(nn.MultiheadAttention):
         module.embed_dim = len(module.out_proj.weight)
         module._qkv_same_embed_dim = False
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-                need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested:
             if query is not key or key is not value or key_padding_mask is not None or attn_mask is not None:
                 raise HapError("attention takes a nested tensor only as query, key and value in one, without masks")
@@ -53,8 +61,8 @@ class FewerHeads(nn.MultiheadAttention):
         return out.transpose(0, 1) if swap else out, weights
 
     def _of_lengths(self, nested: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """The same for rows of different lengths: nn.TransformerEncoder makes such of padded ones where no gradients
-        are asked for, and counts on them to be left out of what it returns."""
+        """Attend over rows of different lengths. nn.TransformerEncoder makes such of padded ones where no gradients are
+        asked for, and counts on the padding to be left out of what it returns."""
         lengths = [len(row) for row in nested.unbind()]
         rows = torch.nested.to_padded_tensor(nested, 0.0)
         padding = torch.arange(rows.shape[1], device=rows.device) >= torch.tensor(lengths, device=rows.device)[:, None]

@@ -1,4 +1,4 @@
-"""Turning heads: other factors of the same products, with the leading singular directions first."""
+"""Rotating heads: other factors of the same products, with the leading singular directions first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.f
 
 @contextmanager
 def rotated(model: nn.Module, spaces: Sequence[HeadSpace], example: Any = None) -> Iterator[None]:
-    """Turn these heads in place, for good unless something inside raises.
+    """Rotate these heads in place, for good unless something inside raises.
 
     With an `example`, HapError if the model then returns anything else.
     """
@@ -28,38 +28,40 @@ def rotated(model: nn.Module, spaces: Sequence[HeadSpace], example: Any = None) 
         return
     if example is not None:
         _check(model, spaces, example)
-    before = turn_(model, spaces)
+    before = rotate_(model, spaces)
     try:
         yield
     except BaseException:
-        put_back_(model, before)
+        restore_(model, before)
         raise
 
 
 def _check(model: nn.Module, spaces: Sequence[HeadSpace], example: Any) -> None:
-    problem = changes(model, spaces, example)
+    problem = rotation_changes(model, spaces, example)
     if problem and is_float32(model):  # by rounding? Float64 tells.
         exact, again = in_float64(model, example)
-        problem = changes(exact, spaces, again)
+        problem = rotation_changes(exact, spaces, again)
     if problem:
         raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
 
 
-def changes(model: nn.Module, spaces: Sequence[HeadSpace], example: Any, wanted: list[Any] | None = None) -> str | None:
-    """What turning these heads changes in the outputs, in words. The model is left as it was.
+def rotation_changes(
+    model: nn.Module, spaces: Sequence[HeadSpace], example: Any, wanted: list[Any] | None = None
+) -> str | None:
+    """What rotating these heads changes in the outputs, in words. The model is left as it was.
 
     `wanted` are its outputs, where they are known.
     """
     wanted = output_tensors(model, example) if wanted is None else wanted
-    before = turn_(model, spaces)
+    before = rotate_(model, spaces)
     try:
         return difference(wanted, output_tensors(model, example), tolerance=CLOSE)
     finally:
-        put_back_(model, before)
+        restore_(model, before)
 
 
 @torch.no_grad()
-def turn_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
+def rotate_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
     """Write the factors of each product by singular values, the largest first; returns what the tensors were.
 
     HapError where a weight is not finite; the model is then as it was.
@@ -72,19 +74,19 @@ def turn_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
         raise HapError(f"{bad[0]} holds values that are not finite; heads can be narrowed where all weights are")
     for space in spaces:
         sides = [torch.cat([_matrix(tensors, part) for part in side]) for side in (space.left, space.right)]
-        for side, values in zip((space.left, space.right), factors(*sides), strict=True):
+        for side, values in zip((space.left, space.right), balanced_factors(*sides), strict=True):
             for part, rows in zip(side, values.split([len(_matrix(tensors, p)) for p in side]), strict=True):
                 _write(tensors, part, rows)
     return before
 
 
-def put_back_(model: nn.Module, before: dict[str, Tensor]) -> None:
+def restore_(model: nn.Module, before: dict[str, Tensor]) -> None:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     for name, values in before.items():
         tensors[name].data.copy_(values)
 
 
-def factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def balanced_factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """L and R with the same L R^T, their columns the singular vectors of it times the roots of the singular values.
 
     Both are (something, width), so the product itself, as large as a layer, is never made.

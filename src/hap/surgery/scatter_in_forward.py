@@ -44,7 +44,7 @@ def _spread(layer: Any, input: Any, weight: Any, bias: Any) -> Any:
     return modules["stream"](output) if "stream" in modules else output
 
 
-def spread_inside(module: nn.Module, layer: str) -> None:
+def scatter_inside(module: nn.Module, layer: str) -> None:
     """Let a module's forward find zeros in place of what this layer of it, by its name there, lost or does not read."""
     layers = vars(module).setdefault("spread_layers", [])
     if not layers:
