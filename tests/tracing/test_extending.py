@@ -8,22 +8,25 @@ from pathlib import Path
 import pytest
 
 import hap
+from hap.scoring import CRITERIA
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture
-def _rules() -> object:
-    before = dict(hap.rules.RULES)
+def _tables() -> object:
+    tables = (hap.rules.RULES, CRITERIA)
+    before = [dict(table) for table in tables]
     yield
-    hap.rules.RULES.clear()
-    hap.rules.RULES.update(before)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
-@pytest.mark.usefixtures("_rules")
+@pytest.mark.usefixtures("_tables")
 def test_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), names)

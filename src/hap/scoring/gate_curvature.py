@@ -40,6 +40,9 @@ class GateCurvature(Criterion):
     unit hands on. What others gain where a norm or a mean spans the unit's axis is not seen. A pass back per output
     (beyond 20 outputs `draws` random combinations, with standard errors) gives the gates of all units, without the
     norms of gradients that traces need.
+
+    >>> GateCurvature(draws=4).to_dict()
+    {'name': 'gate-curvature', 'draws': 4, 'seed': 0}
     """
 
     draws: int = 8

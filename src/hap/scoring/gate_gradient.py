@@ -1,4 +1,4 @@
-"""The mean size of the gradient of a gate on each head (Michel et al., 2019)."""
+"""The mean size of the gradient of a gate on each head (Michel et al., Are Sixteen Heads Really Better than One 2019)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class GateGradient(Criterion):
     """Mean over samples of |dL/dgate|, the gate a factor 1 on what a unit hands on (Michel et al., 2019).
 
     `per_layer` divides the scores of each group by their Euclidean norm, as its authors do.
+
+    >>> GateGradient(per_layer=False).to_dict()
+    {'name': 'gate-gradient', 'per_layer': False}
     """
 
     per_layer: bool = True
