@@ -9,24 +9,25 @@ import pytest
 
 import hap
 from hap.implants import KINDS
+from hap.scoring import CRITERIA
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture
-def _rules() -> object:
-    tables: list[dict] = [hap.rules.RULES, KINDS]
+def _tables() -> object:
+    tables: list[dict] = [hap.rules.RULES, CRITERIA, KINDS]
     before = [dict(table) for table in tables]
     yield
-    for table, values in zip(tables, before, strict=True):
+    for table, entries in zip(tables, before, strict=True):
         table.clear()
-        table.update(values)
+        table.update(entries)
 
 
-@pytest.mark.usefixtures("_rules")
+@pytest.mark.usefixtures("_tables")
 def test_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), names)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calling import call_arguments, copied, eval_mode
+from hap.execution.module_hooks import hooked
 from hap.utils.plain_mapping import as_dict
 
 RIDGE = 1e-6
@@ -46,21 +47,6 @@ def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[A
     return (x for x, _ in pairs(batches, device))
 
 
-@contextmanager
-def watching(model: nn.Module, watch: dict[str, Callable[[nn.Module, Tensor], None]]) -> Iterator[None]:
-    """Calls watch[name](module, input) whenever that module runs."""
-    modules = dict(model.named_modules())
-    hooks = [
-        modules[name].register_forward_pre_hook(lambda module, args, see=see: see(module, args[0]))
-        for name, see in watch.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def patches(module: nn.Module, x: Tensor) -> Tensor:
     """What each output position of a layer sees: (positions, inputs * kernel area), in float64."""
     if isinstance(module, nn.Linear):
@@ -74,14 +60,11 @@ def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dic
     """For each named convolution or linear layer the sum of x x^T over all positions, x as in `patches`."""
     sums: dict[str, Tensor] = {}
 
-    def add(name: str) -> Callable[[nn.Module, Tensor], None]:
-        def see(module: nn.Module, x: Tensor) -> None:
-            rows = patches(module, x)
-            sums[name] = sums[name].addmm_(rows.t(), rows) if name in sums else rows.t() @ rows
+    def add(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = patches(module, args[0])
+        sums[name] = sums[name].addmm_(rows.t(), rows) if name in sums else rows.t() @ rows
 
-        return see
-
-    with eval_mode(model), torch.no_grad(), watching(model, {n: add(n) for n in names}):
+    with eval_mode(model), torch.no_grad(), hooked(model, before=[(n, partial(add, n)) for n in names]):
         for x in inputs_of(batches, next(model.parameters()).device):
             args, kwargs = copied(call_arguments(x))
             model(*args, **kwargs)
@@ -102,8 +85,11 @@ def regress(weight: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
     return torch.linalg.solve(square, right).t()
 
 
-def pointwise_fits(model: nn.Module, wanted: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]],
-                   batches: Iterable[Any]) -> dict[str, Tensor]:  # fmt: skip
+Taken = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Rows of a convolution's weight that an implant computes, and the inputs that it reads; None for all inputs."""
+
+
+def pointwise_fits(model: nn.Module, wanted: dict[str, Taken], batches: Iterable[Any]) -> dict[str, Tensor]:
     """Least-squares 1x1 kernels (rows, inputs) for the given rows of each convolution, from the inputs that stay."""
     modules = dict(model.named_modules())
     sums = grams(model, wanted, batches)

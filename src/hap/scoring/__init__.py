@@ -1,4 +1,13 @@
-"""score: how sensitive the loss is to each unit. A new criterion is one class and one line in CRITERIA."""
+"""Scores: how much the loss is expected to rise when a unit goes.
+
+A criterion turns a `ScoringContext` (model, groups, batches, loss) into `Scores`, one value per unit; it knows weights
+and axes, and no types of layers. Each family of criteria has a file of its own, and a new one needs its file and its
+line in `CRITERIA` (docs/extending.md). Start reading at `base.py`, then `weight_baselines.py`.
+
+The paper's criterion is `hessian_trace.py`. Traces come from random probes (`hutchinson.py`, on any operator such as
+that of `hessian_operator.py`) or from backward passes for each output (`gauss_newton.py`, `row_norms.py`).
+Import from here `score`, the criteria and what one of your own needs; not from further down.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +29,17 @@ from hap.scoring.gate_gradient import GateGradient
 from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
 from hap.scoring.hessian_trace import HessianTrace
 from hap.scoring.joint_trace import JointTrace
-from hap.scoring.over_all_slices import Whole
+from hap.scoring.over_all_slices import Whole as Whole
 from hap.scoring.weight_baselines import L1, BNScale, GeometricMedian, Magnitude, Random
-
-__all__ = [
-    "CRITERIA",
-    "L1",
-    "OBD",
-    "BNScale",
-    "Criterion",
-    "DiagonalFisher",
-    "GateCurvature",
-    "GateGradient",
-    "GeometricMedian",
-    "HessianTrace",
-    "JointTrace",
-    "Magnitude",
-    "Random",
-    "Reversed",
-    "Scores",
-    "ScoringContext",
-    "Taylor",
-    "Whole",
-    "as_criterion",
-    "score",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Reversed(Criterion):
-    """Another criterion upside down: the most sensitive go first. The paper's R-HAP."""
+    """Another criterion upside down: the most sensitive units go first. The paper's R-HAP.
+
+    >>> Reversed(Magnitude()).to_dict()
+    {'name': 'reversed', 'of': {'name': 'magnitude'}}
+    """
 
     of: Criterion
 
@@ -63,13 +53,13 @@ class Reversed(Criterion):
         return {"name": self.name, "of": self.of.to_dict()}
 
 
-CRITERIA: dict[str, type[Criterion]] = {
-    c.name: c
-    for c in (
-        HessianTrace, Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian, JointTrace,
-        GateGradient, GateCurvature,
-    )
-}  # fmt: skip
+FAMILIES = (
+    (HessianTrace, JointTrace, GateCurvature, GateGradient),
+    (Magnitude, L1, Random, BNScale, GeometricMedian),
+    (Taylor, DiagonalFisher, OBD),
+)
+CRITERIA: dict[str, type[Criterion]] = {criterion.name: criterion for family in FAMILIES for criterion in family}
+"""Criteria by name. All lists of names, such as those of the command line, are made from this."""
 
 
 def as_criterion(value: Criterion | str) -> Criterion:
@@ -92,11 +82,25 @@ def score(
     loss: Loss | None,
     criterion: Criterion | str = "hessian",
 ) -> Scores:
-    """One value per unit of every group: `scores[name][unit]`, a float64 tensor on the CPU. Low ones go first.
+    """How much the loss is expected to rise when a unit goes, for every unit of every group.
 
-    `batches` is any iterable of (input, target); it and `loss` (output, target -> mean over the batch) may be None for
-    criteria that need no data. The model is left exactly as found. Under torch.distributed each process passes its own
-    batches, and all get the scores of the whole.
+    Arguments:
+        model: in eval mode; it is left exactly as found.
+        groups: what `hap.trace` found.
+        batches: an iterable of (input, target); None for criteria that need no data. Under torch.distributed each
+            process passes its own batches, and all get the scores of the whole.
+        loss: (output, target) -> mean over the batch, twice differentiable; None for criteria that need no data.
+        criterion: a criterion, or its name: one of `hap.scoring.CRITERIA`, or reversed-NAME.
+
+    Returns:
+        `Scores`: `scores[name][unit]`, a float64 tensor on the CPU for each group. Low ones go first.
+
+    >>> import hap
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
+    >>> model[0].weight.data = torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 0.0]])
+    >>> groups = hap.trace(model, torch.randn(1, 2))
+    >>> hap.score(model, groups, None, None, "magnitude")["0"].tolist()
+    [12.5, 0.0, 4.5]
     """
     if not len(groups):
         check_finite(model)

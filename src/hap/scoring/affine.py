@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hap.execution.module_hooks import hooked
 from hap.scoring.base import ScoringContext
 
 
@@ -20,18 +21,14 @@ def affine_norms(problem: ScoringContext) -> Iterator[None]:
     under vmap, there and back, and its second derivative takes many kernels.
     """
     fixed = [
-        module
+        (name, _as_affine)
         for name, module in problem.model.named_modules()
         if isinstance(module, _BatchNorm)
         and type(module).forward is _BatchNorm.forward
         and not {f"{name}.weight", f"{name}.bias"} & problem.weights.keys()
     ]
-    hooks = [module.register_forward_hook(_as_affine, prepend=True) for module in fixed]
-    try:
+    with hooked(problem.model, after=fixed, first=True):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _as_affine(module: nn.Module, args: Any, output: Tensor) -> Tensor:

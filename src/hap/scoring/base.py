@@ -1,4 +1,4 @@
-"""What a criterion is given, and what all of them share."""
+"""What a criterion is: from a `ScoringContext` (a model with its groups and calibration data) to `Scores`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ PIECE = 1 << 18
 
 
 class Scores(dict[str, Tensor]):
-    """One value per unit, by group. `errors` holds standard errors of estimates, `about` how the criterion ran."""
+    """One value per unit, by group. `errors` holds standard errors of estimates, `about` how the criterion ran.
+
+    >>> scores = Scores({"conv1": torch.tensor([0.3, 0.1])}, about={"method": "exact"})
+    >>> int(scores["conv1"].argmin()), scores.about["method"]
+    (1, 'exact')
+    """
 
     def __init__(
         self,
@@ -166,12 +171,19 @@ def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Criterion(ABC):
-    """How much the loss is expected to rise when a unit goes. Low scores go first."""
+    """How much the loss is expected to rise when a unit goes. Low scores go first.
+
+    A subclass is a frozen dataclass whose fields are its settings. `elementwise` says that it looks at each weight by
+    itself, so that it can be asked about slices along any axis (`Whole`).
+    """
 
     name: ClassVar[str]
+    elementwise: ClassVar[bool] = False
 
     @abstractmethod
-    def scores(self, problem: ScoringContext) -> Scores: ...
+    def scores(self, problem: ScoringContext) -> Scores:
+        """One value per unit of every group, most easily by `problem.assemble`."""
 
     def to_dict(self) -> dict[str, Any]:
+        """The name and the settings, as JSON holds them."""
         return {"name": self.name} | json.loads(json.dumps(asdict(self)))

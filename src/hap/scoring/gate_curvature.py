@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hap.errors import HapError
+from hap.execution.module_hooks import hooked
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
 from hap.scoring.affine import affine_norms
@@ -39,6 +40,9 @@ class GateCurvature(Criterion):
     unit hands on. What others gain where a norm or a mean spans the unit's axis is not seen. A pass back per output
     (beyond 20 outputs `draws` random combinations, with standard errors) gives the gates of all units, without the
     norms of gradients that traces need.
+
+    >>> GateCurvature(draws=4).to_dict()
+    {'name': 'gate-curvature', 'draws': 4, 'seed': 0}
     """
 
     draws: int = 8
@@ -134,27 +138,23 @@ def _unit(group: Group, classes: Iterable[int]) -> Any:
     return np.array([place.get(c, -1) for c in classes], dtype=np.int64)
 
 
-@contextmanager
-def gated(model: nn.Module, gates: Gates, change: Callable[[Gate, Tensor], Tensor]) -> Iterator[None]:
+def gated(model: nn.Module, gates: Gates, change: Callable[[Gate, Tensor], Tensor]) -> AbstractContextManager[None]:
     """Inside, what passes a gate is replaced by what `change` makes of it."""
-    modules = dict(model.named_modules())
-    with ExitStack() as stack:
-        for name, some in gates.items():
-            for gate in some:
-                stack.callback(_hooked(modules[name], name, gate, change).remove)
-        yield
 
-
-def _hooked(module: nn.Module, name: str, gate: Gate, change: Callable[[Gate, Tensor], Tensor]) -> RemovableHandle:
-    if gate.output:
-        return module.register_forward_hook(lambda _, args, out: change(gate, out))
-
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(name: str, gate: Gate, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args:
             raise HapError(f"{name} is called with its input by name; expected it in first place, or {INSTEAD}")
         return (change(gate, args[0]), *args[1:])
 
-    return module.register_forward_pre_hook(before)
+    def after(gate: Gate, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return change(gate, output)
+
+    every = [(name, gate) for name, some in gates.items() for gate in some]
+    return hooked(
+        model,
+        before=[(name, partial(before, name, gate)) for name, gate in every if not gate.output],
+        after=[(name, partial(after, gate)) for name, gate in every if gate.output],
+    )
 
 
 # ---- derivatives --------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""The mean size of the gradient of a gate on each head (Michel et al., 2019)."""
+"""The mean size of the gradient of a gate on each head (Michel et al., Are Sixteen Heads Really Better than One 2019)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +13,8 @@ from hap.groups.types import Group, Producer
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import Batch, samples
 from hap.scoring.input_checks import check_finite_scores, check_targets
+from hap.scoring.layer_calls import check_recorded, check_samples_first, recorded_calls
 from hap.scoring.over_all_slices import all_slices
-from hap.scoring.sampled_gauss_newton import check_samples_first, check_seen
 from hap.utils import distributed
 
 
@@ -25,6 +23,9 @@ class GateGradient(Criterion):
     """Mean over samples of |dL/dgate|, the gate a factor 1 on what a unit hands on (Michel et al., 2019).
 
     `per_layer` divides the scores of each group by their Euclidean norm, as its authors do.
+
+    >>> GateGradient(per_layer=False).to_dict()
+    {'name': 'gate-gradient', 'per_layer': False}
     """
 
     per_layer: bool = True
@@ -51,17 +52,18 @@ class GateGradient(Criterion):
         readers = {(n, r.weight, r.dim): r for n, g in problem.groups.items() for r in _readers(problem, n, g)}
         count = samples(batch)
         check_targets(batch)
-        with torch.enable_grad(), _reading(problem, [weight for _, weight, _ in readers]) as inputs:
+        read = dict.fromkeys(weight for _, weight, _ in readers)
+        with torch.enable_grad(), recorded_calls(problem.model, read) as calls:
             _, loss = problem.evaluate(weights, batch)
-            check_seen((weight for _, weight, _ in readers), inputs, "use another criterion")
-            slopes = dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
+            check_recorded(read, calls, "use another criterion")
+            slopes = dict(zip(read, torch.autograd.grad(loss, [calls.inputs[n] for n in read]), strict=True))
         if batch is problem.batches[0]:
-            with _reading(problem, list(inputs)) as alone:
+            with recorded_calls(problem.model, read) as alone:
                 problem.last_alone(batch)
-            check_samples_first(batch, inputs, alone)
+            check_samples_first(batch, calls, alone)
         gates: dict[str, Tensor] = {}
         for (name, weight, _), reader in readers.items():
-            x, slope, group = inputs[weight].detach(), slopes[weight], problem.groups[name]
+            x, slope, group = calls.inputs[weight].detach(), slopes[weight], problem.groups[name]
             if x.ndim < 2 or len(x) != count or x.shape[-1] != len(reader.unit):
                 raise HapError(f"{weight} does not read {name} on the last axis of every sample: {tuple(x.shape)}")
             gate = fold(group, reader, (x * slope).flatten(1, -2).sum(1) if x.ndim > 2 else x * slope)
@@ -74,23 +76,3 @@ def _readers(problem: ScoringContext, name: str, group: Group) -> tuple[Producer
     if not readers:
         raise HapError(f"no layer reads group {name!r}, so a gate on it has no gradient; use another criterion")
     return readers
-
-
-@contextmanager
-def _reading(problem: ScoringContext, weights: list[str]) -> Iterator[dict[str, Tensor]]:
-    """What enters the layers that own these weights, with its graph."""
-    modules, inputs, hooks = dict(problem.model.named_modules()), {}, []
-    for weight in weights:
-
-        def note(module: Any, args: Any, weight: str = weight) -> None:
-            if weight in inputs:
-                raise HapError(f"{weight} is used more than once in a forward pass, so its gate has no one gradient")
-            if args:
-                inputs[weight] = args[0]
-
-        hooks.append(modules[weight.rpartition(".")[0]].register_forward_pre_hook(note))
-    try:
-        yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hap.execution.module_hooks import hooked
 from hap.scoring.affine import affine_norms
 from hap.scoring.base import ScoringContext
 from hap.scoring.batch import Batch, samples
+from hap.scoring.layer_calls import owner
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.scoring.outputs import OutputCurvature, output_curvature
 from hap.scoring.row_norms import RowNorms
@@ -210,22 +212,19 @@ def cut(value: Any, part: slice) -> Any:
 @contextmanager
 def tapped(problem: ScoringContext, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` as it goes by each layer that owns a weight."""
-    modules, hooks = dict(problem.model.named_modules()), []
     anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)
-    for name in problem.weights:
 
-        def tap(module: nn.Module, args: Any, output: Tensor, name: str = name) -> Tensor:
+    def tap_of(name: str) -> Any:
+        def tap(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             x = args[0].detach()
             tapped: Tensor = Tap.apply(output, anchor, lambda gradient: see(name, module, x, gradient))
             return tapped
 
-        hooks.append(modules[name.rpartition(".")[0]].register_forward_hook(tap, prepend=True))
-    try:
-        with affine_norms(problem):
-            yield anchor
-    finally:
-        for hook in hooks:
-            hook.remove()
+        return tap
+
+    taps = [(owner(name), tap_of(name)) for name in problem.weights]
+    with hooked(problem.model, after=taps, first=True), affine_norms(problem):
+        yield anchor
 
 
 def backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:

@@ -1,4 +1,8 @@
-"""The paper's criterion, equation 6: trace(H_pp) / (2 |p|) * ||w_p||^2."""
+"""The paper's criterion (Yu et al., Hessian-Aware Pruning and Optimal Neural Implant, 2021), equation 6.
+
+The rise of the loss when the weights w_p of a unit go is 1/2 w_p^T H_pp w_p to second order; with the mean over all
+directions of w_p in its place, trace(H_pp) / (2 |p|) * ||w_p||^2.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,8 @@ MOST_OUTPUTS = 20
 
 @dataclass(frozen=True)
 class HessianTrace(Criterion):
-    """How the trace is found:
+    """trace(H_pp) / (2 |p|) * ||w_p||^2, equation 6 of the paper, summed over the weights that compute a unit. How the
+    trace is found, by `method`:
 
     "hutchinson"    mean of v^T H v over `probes` random sign vectors, as in the paper, `chunk` of them at a time or as
                     many as memory allows. Gives standard errors. With `settle`, the share of units to be kept, it stops
@@ -44,6 +49,16 @@ class HessianTrace(Criterion):
     "gauss-newton"  the computation of "exact" (of "sampled" beyond 20 outputs) for any network; not the Hessian there,
                     and so not called that.
     "auto"          where it is valid exact up to 20 outputs and sampled beyond, else hutchinson.
+
+    >>> import hap
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
+    >>> batches, loss = [(torch.randn(8, 2), torch.randint(0, 2, (8,)))], torch.nn.functional.cross_entropy
+    >>> groups = hap.trace(model, torch.randn(1, 2))
+    >>> hap.score(model, groups, batches, loss, hap.HessianTrace()).about
+    {'method': 'exact'}
+    >>> scores = hap.score(model, groups, batches, loss, hap.HessianTrace("hutchinson", probes=10))
+    >>> scores.about, scores.errors["0"].shape
+    ({'method': 'hutchinson', 'probes': 10}, torch.Size([3]))
     """
 
     method: str = "auto"

@@ -1,4 +1,4 @@
-"""Criteria for attention heads: all that a head owns as one group of parameters, or a gate on its output."""
+"""Equation 6 with all that a unit owns as one group of parameters, as in the paper's experiment on heads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ METHODS = ("hutchinson", "gauss-newton")
 
 @dataclass(frozen=True)
 class JointTrace(Criterion):
-    """Equation 6, trace(H_pp) / (2 |p|) * ||w_p||^2, with all that a unit owns as one group of parameters p: of a head
-    the query, key, value and output slices, as in the paper's experiment on heads.
+    """trace(H_pp) / (2 |p|) * ||w_p||^2, p all that a unit owns: of a head the query, key, value and output slices.
 
-    "hutchinson"    the Hessian, by `probes` random sign vectors. One graph of one batch and one probe are held at a
-                    time, so the size of the batches bounds the memory. Gives standard errors. `deflate` is that of
-                    `HessianTrace`: less noise, for the memory of two copies of the weights for each direction.
+    "hutchinson"    `HessianTrace` by `probes` random sign vectors over all slices of a unit, with its `deflate`. The
+                    graph of one batch and one probe are held at a time, so the size of the batches bounds the memory.
     "gauss-newton"  J^T B J instead of the Hessian, B the curvature of the cross-entropy in the outputs: `draws` random
                     sign combinations of the columns of a root of B for each sample, where Fisher's way would draw
                     labels; unbiased like that, but without its rare large values on confident samples. Gradients are
                     squared sample by sample, and their memory is that of one layer at a time.
+
+    >>> JointTrace(probes=50).to_dict()
+    {'name': 'joint', 'method': 'hutchinson', 'probes': 50, 'draws': 1, 'seed': 0, 'deflate': 0}
     """
 
     method: str = "hutchinson"

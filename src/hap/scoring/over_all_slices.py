@@ -14,8 +14,7 @@ from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
 from hap.scoring.base import Criterion, Scores, ScoringContext
-from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
-from hap.scoring.weight_baselines import L1, Magnitude
+from hap.scoring.weight_baselines import Magnitude
 
 
 def all_slices(groups: Groups, group: Group) -> tuple[Producer, ...]:
@@ -37,9 +36,10 @@ def with_all_slices(problem: ScoringContext) -> ScoringContext:
 @dataclass(frozen=True)
 class Whole(Criterion):
     """Another criterion over all that a unit owns: of a head the query, key, value and output slices. The magnitude is
-    the mean square over all of them, however the model stores them.
+    the mean square over all of them, however the model stores them; the others add the scores of the slices.
 
-    Only criteria that look at each weight by itself can be asked about slices along any axis.
+    >>> Whole(Magnitude()).to_dict()
+    {'name': 'whole', 'of': {'name': 'magnitude'}}
     """
 
     of: Criterion
@@ -47,10 +47,10 @@ class Whole(Criterion):
     name: ClassVar[str] = "whole"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.of, Magnitude | L1 | Taylor | DiagonalFisher | OBD):
+        if not self.of.elementwise:
             raise HapError(
-                f"Whole cannot be of {type(self.of).__name__}; expected Magnitude, L1, Taylor, DiagonalFisher or OBD. "
-                "For the Hessian's trace over all of a unit use JointTrace."
+                f"Whole cannot be of {type(self.of).__name__}; expected a criterion that looks at each weight by "
+                "itself, such as Magnitude or Taylor. For the Hessian's trace over all of a unit use JointTrace."
             )
 
     def scores(self, problem: ScoringContext) -> Scores:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +10,9 @@ from torch import Tensor
 
 from hap.errors import HapError
 from hap.scoring.base import ScoringContext
-from hap.scoring.batch import Batch, samples
-from hap.scoring.input_checks import check_alone, check_targets, is_per_sample
+from hap.scoring.batch import Batch
+from hap.scoring.input_checks import check_targets
+from hap.scoring.layer_calls import Calls, check_recorded, check_samples_first, recorded_calls
 from hap.utils import distributed
 
 
@@ -32,16 +30,16 @@ def drawn_squares(
     for batch, share in zip(problem.batches, problem.shares(), strict=True):
         check_targets(batch)
         weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
-        with torch.enable_grad(), _watching(problem) as seen:
+        with torch.enable_grad(), recorded_calls(problem.model, weights) as calls:
             output, loss = problem.evaluate(weights, batch)
-        check_seen(weights, seen.inputs, 'use JointTrace(method="hutchinson")')
+        check_recorded(weights, calls, 'use JointTrace(method="hutchinson")')
         if batch is problem.batches[0]:
-            with _watching(problem) as alone:
+            with recorded_calls(problem.model, weights) as alone:
                 problem.last_alone(batch)
-            check_samples_first(batch, seen.inputs, alone.inputs)
+            check_samples_first(batch, calls, alone)
         logits = _logits(output, loss, batch)
         for draw in range(draws):
-            squares = _row_squares(problem, inner, seen, logits, _root_times_signs(logits, generator))
+            squares = _row_squares(problem, inner, calls, logits, _root_times_signs(logits, generator))
             for axis, values in squares.items():
                 totals[axis][draw] += share / len(logits) * values
     distributed.sum_(totals.values())
@@ -82,59 +80,15 @@ def _root_times_signs(logits: Tensor, generator: torch.Generator) -> Tensor:
     return (root - q * root.sum(-1, keepdim=True)).to(logits.dtype)
 
 
-@dataclass
-class _Seen:
-    """What went in and out of layers during one forward pass, by the layer's name."""
-
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-
-
-@contextmanager
-def _watching(problem: ScoringContext) -> Iterator[_Seen]:
-    """Notes what enters and leaves the layers that own the problem's weights."""
-    modules, seen, hooks = dict(problem.model.named_modules()), _Seen(), []
-    for name in dict.fromkeys(weight.rpartition(".")[0] for weight in problem.weights):
-
-        def note(module: Any, args: Any, output: Any, name: str = name) -> None:
-            if name in seen.inputs:
-                raise HapError(f"{name} runs more than once in a forward pass, so its samples cannot be told apart")
-            if args and isinstance(output, Tensor):
-                seen.inputs[name], seen.outputs[name] = args[0], output
-
-        hooks.append(modules[name].register_forward_hook(note, prepend=True))
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def check_seen(weights: Iterable[str], inputs: Mapping[str, Tensor], instead: str) -> None:
-    """Some modules use the weight of another one, or are called in a way that a hook cannot follow."""
-    for weight in weights:
-        if weight not in inputs and weight.rpartition(".")[0] not in inputs:
-            raise HapError(f"what {weight} is applied to is hidden from the layer that owns it; {instead}")
-
-
-def check_samples_first(batch: Batch, inputs: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> None:
-    """Refuse layers whose input does not hold one sample at each index of its first axis, where sizes do not tell."""
-    count = samples(batch)
-    whole = {f"what {name} reads": x for name, x in inputs.items() if is_per_sample(x, count)}
-    check_alone(whole, {f"what {name} reads": x for name, x in alone.items()})
-
-
 def _row_squares(
-    problem: ScoringContext, inner: dict[str, int], seen: _Seen, logits: Tensor, vector: Tensor
+    problem: ScoringContext, inner: dict[str, int], calls: Calls, logits: Tensor, vector: Tensor
 ) -> dict[tuple[str, int], Tensor]:
     """For each slice's (weight, axis): sum over samples of the squared gradient, for every index of that axis."""
-    layers = {weight: weight.rpartition(".")[0] for weight in problem.weights}
-    back = torch.autograd.grad(
-        logits, [seen.outputs[layers[w]] for w in layers], vector, retain_graph=True, materialize_grads=True
-    )
+    outputs = [calls.outputs[weight] for weight in problem.weights]
+    back = torch.autograd.grad(logits, outputs, vector, retain_graph=True, materialize_grads=True)
     squares = {}
-    for weight, gradient in zip(layers, back, strict=True):
-        x, axis = seen.inputs[layers[weight]].detach(), inner[weight]
+    for weight, gradient in zip(problem.weights, back, strict=True):
+        x, axis = calls.inputs[weight].detach(), inner[weight]
         _check_matrix(weight, tuple(problem.weights[weight].shape), axis, x, gradient, len(logits))
         each = x.flatten(1, -2).transpose(1, 2) @ gradient.flatten(1, -2)  # a sample's gradient: (inputs, outputs)
         square = each.to(torch.promote_types(each.dtype, torch.float32)).square_().sum(0, dtype=torch.float64)

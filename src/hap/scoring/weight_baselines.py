@@ -16,9 +16,17 @@ from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 
 @dataclass(frozen=True)
 class Magnitude(Criterion):
-    """||w_p||_2^2 / |p|, the paper's magnitude baseline."""
+    """||w_p||_2^2 / |p|, the paper's magnitude baseline.
+
+    >>> import hap
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1)).eval()
+    >>> model[0].weight.data = torch.tensor([[3.0, -4.0], [1.0, 0.0]])
+    >>> hap.score(model, hap.trace(model, torch.randn(1, 2)), None, None, hap.Magnitude())["0"].tolist()
+    [12.5, 0.5]
+    """
 
     name: ClassVar[str] = "magnitude"
+    elementwise: ClassVar[bool] = True
 
     def scores(self, problem: ScoringContext) -> Scores:
         return Scores(problem.assemble(problem.mean_square))
@@ -26,9 +34,10 @@ class Magnitude(Criterion):
 
 @dataclass(frozen=True)
 class L1(Criterion):
-    """||w_p||_1, the sum of absolute weights (Li et al., 2017)."""
+    """||w_p||_1, the sum of absolute weights (Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017)."""
 
     name: ClassVar[str] = "l1"
+    elementwise: ClassVar[bool] = True
 
     def scores(self, problem: ScoringContext) -> Scores:
         return Scores(problem.assemble(partial(problem.sum_of, torch.abs)))
@@ -36,7 +45,7 @@ class L1(Criterion):
 
 @dataclass(frozen=True)
 class Random(Criterion):
-    """Uniform random scores."""
+    """Uniform random scores in [0, 1): the chance level."""
 
     seed: int = 0
 
@@ -51,7 +60,8 @@ class Random(Criterion):
 
 @dataclass(frozen=True)
 class GeometricMedian(Criterion):
-    """Mean distance to the layer's other units, per root weight: the redundant go first (He et al., 2019)."""
+    """mean over units q of ||w_p - w_q||_2, by the root of |p|: the redundant go first (He et al., Filter Pruning via
+    Geometric Median, CVPR 2019)."""
 
     name: ClassVar[str] = "geometric-median"
 
@@ -66,7 +76,7 @@ class GeometricMedian(Criterion):
 
 @dataclass(frozen=True)
 class BNScale(Criterion):
-    """|gamma| of the normalisation behind a unit, summed where there are several (slimming, Liu et al., 2017)."""
+    """|gamma| of the BatchNorm behind a unit, summed over several (Liu et al., Network Slimming, ICCV 2017)."""
 
     name: ClassVar[str] = "bn-scale"
 

@@ -99,8 +99,7 @@ def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: i
     positions = _spread(samples.sum(0) if exact is None else torch.cat(list(exact.values())))
     seen = [samples[:count, positions] for count in range(1, probes + 1)]
     means = [some.mean(0).tolist() for some in seen]
-    errors = [(some.std(0) / len(some) ** 0.5).tolist() for some in seen]
-    errors[0] = [None] * len(positions)
+    errors = [[None] * len(positions), *((some.std(0) / len(some) ** 0.5).tolist() for some in seen[1:])]
     channels = []
     for place, position in enumerate(positions):
         layer, unit = names[position]
