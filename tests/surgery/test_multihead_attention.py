@@ -122,7 +122,9 @@ def test_attention_is_run_unwatched_as_long_as_it_may_be_fused(
     model, example = Mixing().eval(), torch.randn(2, 5, WIDTH)
     plan = hap.draft(hap.trace(model, example), {group: [1]})
     watched: list[bool] = []
-    outputs = verify.outputs
-    monkeypatch.setattr(verify, "outputs", lambda *a, **k: watched.append(k.get("watched", True)) or outputs(*a, **k))
+    outputs = verify.output_tensors
+    monkeypatch.setattr(
+        verify, "output_tensors", lambda *a, **k: watched.append(k.get("watched", True)) or outputs(*a, **k)
+    )
     hap.apply_(model, plan, example)
     assert watched.count(True) == 2 and watched.count(False) == times
