@@ -14,22 +14,23 @@ import hap
 from cases import CASES
 from checks import gap, random_plan, traced
 from hap.execution.masked_execution import ATTENTION, POINTWISE, NoEmptyHeads, Remembering, SkippingZeros
-from hap.verification import verify
+from hap.verification import comparison
+from hap.verification.comparison import Comparison, cuts_of, sparse_tensor
+from hap.verification.verify import check_by_running, masked_outputs
 
 
 def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
-    known = Remembering({}) if skip else None
-    return verify._masked_outputs(model, plan, {}, example, None, verify.cut_tensors(model, plan), known, False)
+    return masked_outputs(Comparison(model, plan, example), Remembering({}) if skip else None)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_skipping_zeros_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, example), groups = CASES[name](), traced(name, "joint")
-    monkeypatch.setattr(verify, "LARGE", 0)
+    monkeypatch.setattr(comparison, "LARGE", 0)
     for seed in range(2):
         plan = random_plan(groups, seed)
         assert gap(masked(model, plan, example, False), masked(model, plan, example, True)) <= 1e-10
-        verify.check_by_running(model, plan, {}, example)
+        check_by_running(Comparison(model, plan, example))
 
 
 class Plain(nn.Module):
@@ -61,8 +62,8 @@ def test_zeros_are_neither_multiplied_nor_written_out() -> None:
             masked(Plain().double(), plan, example, skip)
         counts.append(counter.get_total_flops())
     assert counts[1] < 0.2 * counts[0]
-    weight, cuts = model.wide.weight.detach(), verify._by_name(plan)["wide.weight"]
-    thin = verify._sparse("wide.weight", weight, verify.cut_tensors(model, plan)["wide.weight"], {}, cuts)
+    weight, cuts = model.wide.weight.detach(), cuts_of(plan)["wide.weight"]
+    thin = sparse_tensor("wide.weight", weight, Comparison(model, plan, example).cut["wide.weight"], {}, cuts)
     assert thin.placeholder().untyped_storage().nbytes() == weight.element_size()
 
 
@@ -70,7 +71,7 @@ def test_zeros_are_neither_multiplied_nor_written_out() -> None:
 def test_grouped_convolutions_skip_groups_or_equal_parts_of_each(
     groups: int, gone: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "LARGE", 0)
+    monkeypatch.setattr(comparison, "LARGE", 0)
     layers = nn.Conv2d(3, 200, 1), nn.Conv2d(200, 200, 3, groups=groups), nn.Conv2d(200, 4, 1)
     model, example = nn.Sequential(*layers).double(), torch.randn(1, 3, 6, 6, dtype=torch.float64)
     traced = hap.trace(model, example)
@@ -93,7 +94,7 @@ class Unnoticed(nn.Linear):
 
 
 def test_where_a_weight_is_read_unnoticed_the_check_writes_zeros_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "LARGE", 0)
+    monkeypatch.setattr(comparison, "LARGE", 0)
     model, example = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), Unnoticed(20, 4)), torch.randn(3, 8)
     groups = hap.trace(model, example)
     plan = hap.draft(groups, {"0": range(10)})
@@ -103,11 +104,11 @@ def test_where_a_weight_is_read_unnoticed_the_check_writes_zeros_out(monkeypatch
 
 
 def test_what_both_models_compute_alike_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "LARGE", 0)
+    monkeypatch.setattr(comparison, "LARGE", 0)
     model, example = Plain().double(), torch.randn(64, 4, 3, dtype=torch.float64)
     plan = hap.draft(hap.trace(model, example), {"conv": range(100), "wide": range(150)})
     with FlopCounterMode(display=False) as both:
-        verify.check_by_running(model, plan, {}, example)
+        check_by_running(Comparison(model, plan, example))
     with FlopCounterMode(display=False) as once:
         hap.apply_(model, plan, verify=False)(example)
     assert both.get_total_flops() == once.get_total_flops()
@@ -130,11 +131,11 @@ class Attending(nn.Module):
 def test_inside_of_torchs_attention_zeros_and_what_is_known_are_left_out_too(
     gone: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "LARGE", 0)
+    monkeypatch.setattr(comparison, "LARGE", 0)
     model, example = Attending().double().eval(), torch.randn(3, 7, 8, dtype=torch.float64)
     plan = hap.draft(hap.trace(model, example), gone)
     with FlopCounterMode(display=False) as both:
-        verify.check_by_running(model, plan, {}, example)
+        check_by_running(Comparison(model, plan, example))
     with FlopCounterMode(display=False) as once:
         hap.apply_(model, plan, verify=False)(example)
     assert both.get_total_flops() <= times * once.get_total_flops()

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hap
 from hap.errors import HapError
 from hap.execution.sampled_convolution import BETWEEN, FEWEST, Coarse, step_of
-from hap.verification import verify
+from hap.verification.comparison import Comparison
+from hap.verification.verify import agree_at_some_places
 
 SIDE = 56
 CONVOLUTIONS = [
@@ -173,7 +174,7 @@ def test_channels_that_are_mixed_up_are_seen_at_some_places_too(how: str) -> Non
     cuts = tuple(replace(c, keep=mixed(c.keep, together)) if (c.name, c.dim) == (name, dim) else c for c in plan.cuts)
     broken = replace(plan, cuts=cuts)
     assert cuts != plan.cuts
-    assert not verify._agree_at_some_places(model, broken, {}, example, verify.cut_tensors(model, broken))
+    assert not agree_at_some_places(Comparison(model, broken, example))
     with pytest.raises(HapError, match="does not do what the plan says"):
         hap.apply_(model, broken, example)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -186,6 +187,5 @@ def test_outputs_that_are_zero_at_some_places_tell_nothing() -> None:
         nn.init.zeros_(layer.bias)
     example[..., 3:5, 3:5] = 1 + torch.rand(3, 2, 2)
     plan = planned(model, example, ("second",))
-    shorter = verify.cut_tensors(model, plan)
-    assert not verify._agree_at_some_places(model, plan, {}, example, shorter)
+    assert not agree_at_some_places(Comparison(model, plan, example))
     hap.apply_(model, plan, example)

@@ -14,7 +14,7 @@ import hap
 from hap.groups.groups import Groups
 from hap.tracing import trace
 from hap.trials.repeated_blocks import NONE, Repeats
-from hap.trials.search import Trial
+from hap.trials.search import Search
 
 
 class Block(nn.Module):
@@ -161,17 +161,17 @@ def test_all_blocks_run_once_unless_their_attributes_are_equal(
     for block, value in zip(blocks, (mine, theirs), strict=True):
         block.up.extra = value  # type: ignore[assignment]
     tried = []
-    fits = Trial._fits
+    fits = Search.fits
 
-    def noting(trial: Trial, *args: Any, **more: Any) -> bool:
-        tried.append(trial)
-        return fits(trial, *args, **more)
+    def noting(search: Search, *args: Any, **more: Any) -> bool:
+        tried.append(search)
+        return fits(search, *args, **more)
 
-    monkeypatch.setattr(Trial, "_fits", noting)
+    monkeypatch.setattr(Search, "fits", noting)
     repeats, _ = repeats_of(*network(*blocks), monkeypatch)
     assert repeats.blocks == ({"2": "1"} if type(mine) is type(theirs) else {})
     assert (not repeats.unlike) == (same or not repeats.blocks)
-    assert any(trial.repeats is NONE for trial in tried) == (not same and len(repeats.blocks) > 0)
+    assert any(search.repeats is NONE for search in tried) == (not same and len(repeats.blocks) > 0)
 
 
 class Stages(nn.Module):

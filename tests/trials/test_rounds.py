@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.graph.capture import Asked, exporting
-from hap.trials import removal_rounds, search
+from hap.trials import removal_rounds, run_round, search
 
 
 class Windowed(Heads):
@@ -114,7 +114,7 @@ class Passing(Asking):
 )
 def test_the_way_of_export_is_tried_if_the_model_asks(kind: type[Heads], more: set[Any], monkeypatch: Any) -> None:
     model = nn.Sequential(kind(6), Hidden(), nn.Linear(24, 5)).double()
-    ways = counting(monkeypatch, search.Trial, "_fits_in_export")
+    ways = counting(monkeypatch, search.Search, "fits_in_export")
     assert followers(hap.trace(model, example())) == {("0", "heads")} | more
     assert bool(ways) is bool(more)
 
@@ -132,15 +132,15 @@ def test_hooks_do_not_count_as_asking() -> None:
 def test_heavy_models_are_tried_once_with_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Heads(6), Hidden(), Hidden(), nn.Linear(24, 5)).double()
     light = hap.trace(model, example())
-    monkeypatch.setattr(search, "HEAVY_MODEL", 0)
-    tried: list[removal_rounds.Removal] = []
-    removals = search.rounds_of
+    monkeypatch.setattr(run_round, "HEAVY_MODEL", 0)
+    tried: list[removal_rounds.Round] = []
+    removals = run_round.rounds_of
 
-    def noting(*args: Any) -> list[removal_rounds.Removal]:
+    def noting(*args: Any) -> list[removal_rounds.Round]:
         return tried.extend(found := removals(*args)) or found
 
-    monkeypatch.setattr(search, "HEAVY_UNITS", 0)
-    monkeypatch.setattr(search, "rounds_of", noting)
+    monkeypatch.setattr(run_round, "HEAVY_UNITS", 0)
+    monkeypatch.setattr(run_round, "rounds_of", noting)
     heavy = hap.trace(model, example())
     assert len(tried) == 1
     fewer, more = tried[0]

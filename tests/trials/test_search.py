@@ -24,8 +24,8 @@ from hap.execution.masked_execution import ATTENTION
 from hap.graph.capture import capture
 from hap.tracing.rules import registry
 from hap.tracing.trace import Tracer
-from hap.trials import removal_rounds, search
-from hap.verification import verify
+from hap.trials import removal_rounds, run_round
+from hap.verification import comparison, verify
 
 
 class Heads(nn.Module):
@@ -88,7 +88,7 @@ def test_a_module_that_fails_is_left_out_and_all_else_is_cut_short_while_it_is_l
 
 def test_the_reference_of_a_trial_is_run_once_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Heads(6), Hidden(), Heads(6), Hidden()).double()
-    references = counting(monkeypatch, verify, "_masked_outputs")
+    references = counting(monkeypatch, verify, "masked_outputs")
     groups = hap.trace(model, example())
     assert followers(groups) == {("0", "heads"), ("2", "heads")}
     assert len(references) == 7  # one for each round of a model as small as one of these blocks
@@ -109,7 +109,7 @@ class Idle(Heads):
 def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
     model = nn.Sequential(Idle(6, fixed), Hidden(), nn.Linear(24, 5)).double()
     monkeypatch.setattr(removal_rounds, "SMALL_MODEL", 0)
-    runs = counting(monkeypatch, search, "check_by_running")
+    runs = counting(monkeypatch, run_round, "check_by_running")
     groups = hap.trace(model, example())
     assert followers(groups) == (set() if fixed else {("0", "heads")})
     assert len(runs) == (5 if fixed else 4)  # 9, and 35 with a fixed number, if all choices among the five are tried
@@ -118,7 +118,7 @@ def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed:
 
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compare_outputs.TOLERANCE, torch.float32, 0.0)
-    doubled = counting(monkeypatch, search, "in_float64")
+    doubled = counting(monkeypatch, run_round, "in_float64")
     model = nn.Sequential(Heads(6), Hidden(), Heads(6))
     groups = hap.trace(model, example().float())
     assert len(doubled) == 1
@@ -176,7 +176,7 @@ def test_weights_of_next_to_nothing_do_not_hide_what_comes_before_them(scale: fl
 
 
 def test_what_is_far_off_is_not_run_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubled = counting(monkeypatch, verify, "in_float64")
+    doubled = counting(monkeypatch, comparison, "in_float64")
     model, x = nn.Sequential(nn.Linear(8, 8), Windowed(), nn.Linear(8, 5)), torch.randn(1, 12, 8)
     assert followers(hap.trace(model, x, ignore=["0", "1.out"])) == {("1", "heads"), ("1", "width")}
     assert not doubled

@@ -23,7 +23,8 @@ from hap.graph.operator_families import CONVOLUTIONS
 from hap.groups.groups import Groups
 from hap.groups.types import Ints, SizeAttribute
 from hap.tracing.trace import Tracer
-from hap.trials.search import Trial
+from hap.trials.run_round import Subject
+from hap.trials.search import find_unprunable
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def rewrite(
         )
 
     found = sized(tracer.settle(describe(example), ignore, stream))
-    misfits = Trial(graph, example, found, tracer.sized_classes(), []).misfits()
+    misfits = find_unprunable(Subject(graph, example, found, tracer.sized_classes())).unprunable
     for name in misfits:
         tracer.freeze(found[name].classes, name, "the graph of the model counts on its size")
     return graph, sized(tracer.finish(found.example)) if misfits else found

@@ -5,9 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +46,8 @@ from hap.tracing.unprunable import ASKED, OUTPUT, STREAM, find_untouched
 from hap.tracing.weight_views import View
 from hap.tracing.zero_padding import pad_with_zeros
 from hap.trials.repeated_blocks import find_repeats
-from hap.trials.search import Trial, run_trials
+from hap.trials.run_round import Subject
+from hap.trials.search import find_unprunable
 from hap.utils.gc_pause import gc_paused
 from hap.verification.informative_inputs import informative_example
 
@@ -91,17 +90,17 @@ def trace_captured(captured: Captured, model: nn.Module, example: Any, coupling:
     repeats = find_repeats(tracer.index, tracer.classes_of, groups, counting, shapes)
     telling = informative_example(model, example)
     sized, sliced = tracer.sized_classes(), tracer.sliced_classes()
-    trial, misfits, untold = run_trials(partial(Trial, model, telling, groups, sized, counting, repeats, sliced))
-    if misfits and not trial.ran:  # is it the size, or does nothing run at all?
+    result = find_unprunable(Subject(model, telling, groups, sized, sliced, counting, repeats))
+    if result.unprunable and not result.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
-    if untold:
-        _warn_of(untold)
-    tracer.lengths += trial.found
-    reasons = trial.reasons(misfits) | dict.fromkeys(untold, UNTOLD)
-    if reasons or (trial.found and groups.traits.zero_padded):
+    if result.indistinguishable:
+        _warn_of(result.indistinguishable)
+    tracer.lengths += result.followers
+    reasons = result.unprunable | dict.fromkeys(result.indistinguishable, UNTOLD)
+    if reasons or (result.followers and groups.traits.zero_padded):
         groups = tracer.without(groups, reasons, model, telling, shapes)
-    elif trial.found:
-        groups = groups.with_rewiring(size_attributes=trial.found)
+    elif result.followers:
+        groups = groups.with_rewiring(size_attributes=result.followers)
     if branches is not None and (unfit := branches.misfits(groups)):
         for name, why in unfit.items():
             tracer.freeze(groups[name].classes, name, why)
@@ -459,10 +458,9 @@ class Tracer:
         found = self.finish(groups.example)
         if among := [n for n in whole if n in found]:
             repeats = find_repeats(self.index, self.classes_of, found, [], shapes)
-            trial = Trial(model, example, found, self.sized_classes(), [], repeats, self.sliced_classes())
-            with closing(trial):
-                wrong = trial.unfit(among)
-            for name, why in trial.reasons(wrong).items():
+            sized, sliced = self.sized_classes(), self.sliced_classes()
+            wrong = find_unprunable(Subject(model, example, found, sized, sliced, repeats=repeats), among).unprunable
+            for name, why in wrong.items():
                 self.freeze(found[name].classes, name, why)
             found = self.finish(groups.example) if wrong else found
         return found

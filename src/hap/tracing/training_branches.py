@@ -26,7 +26,7 @@ from hap.groups.groups import Groups
 from hap.planning.assemble import draft
 from hap.surgery.cut import cut_tensors, update_modules_
 from hap.trials.removal_rounds import rounds_of
-from hap.verification.verify import in_a_line
+from hap.verification.comparison import in_a_line
 
 ALONE = "it runs in training alone"
 READ = "the model does not run in training without some of it"

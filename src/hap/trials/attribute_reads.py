@@ -1,13 +1,16 @@
-"""Modules of copies of a model that note which of their attributes are read while the model runs."""
+"""Note which attributes of a model's modules are read while a copy of the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hap.errors import HapError
+from hap.groups.types import SizeAttribute
 
 SETTINGS = (bool, str, type(None), torch.dtype)
 """Attributes of these types steer what a forward does. They count nothing."""
@@ -18,17 +21,27 @@ OWN = frozenset(dir(nn.Module())) - CONTENTS
 STATE = frozenset(vars(nn.Module()))
 
 
-class Reads:
-    """What is read of watched modules while the model that they belong to, or a copy of it, runs.
+class AttributeReads:
+    """What is read of watched modules while the copies of a model that they belong to run.
 
     A watched module has a subclass of its class. `end` takes it out of the subclasses that its class knows.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self) -> None:
         self.names: set[tuple[str, str]] = set()
+        self.watched: set[str] = set()
+        self.passing: set[str] = set()
         self.missed: set[str] = set()
         self.running = False
         self.classes: dict[tuple[type, bool], Any] = {}
+
+    def watch_(self, model: nn.Module, modules: Iterable[str], blocks: Iterable[str]) -> None:
+        """Note what is read of these modules of a model, and let these blocks return what they are given.
+
+        A block that passes on has no use for its tensors and submodules, and copies without them take less time. If
+        they are asked for all the same, it is among those `missed`. `nn.MultiheadAttention` is not watched: it gets a
+        new class when it is pruned.
+        """
 
         def begin(*_: Any) -> None:
             self.running = True
@@ -38,13 +51,16 @@ class Reads:
 
         model.register_forward_pre_hook(begin)
         model.register_forward_hook(stop, always_call=True)
+        found = {name: model.get_submodule(name) for name in modules}
+        able = {name: module for name, module in found.items() if not isinstance(module, nn.MultiheadAttention)}
+        self.watched = {name for name, module in able.items() if self._watch_(module, name)}
+        for name in blocks:
+            if not self._watch_(model.get_submodule(name), name, passing=True):
+                raise HapError(f"{name} cannot be left out")
+            self.passing.add(name)
 
-    def watch_(self, module: nn.Module, name: str, passing: bool = False) -> bool:
-        """Note what is read of this module, known by a name; `passing`: let it return what it is given.
-
-        One that passes on has no use for its tensors and submodules, and copies without them take less time. If they
-        are asked for all the same, it is among those `missed`. False, if its class cannot have such a subclass.
-        """
+    def _watch_(self, module: nn.Module, name: str, passing: bool = False) -> bool:
+        """Watch one module. False, if its class cannot have such a subclass."""
 
         def note(attribute: str, missed: bool = False) -> None:
             if not self.running:
@@ -65,9 +81,18 @@ class Reads:
             vars(module).update({contents: {} for contents in CONTENTS})
         return True
 
-    def forget(self, modules: Set[str]) -> None:
-        """What was read of these."""
-        self.names = {(module, attribute) for module, attribute in self.names if module not in modules}
+    def was_read(self, x: SizeAttribute) -> bool:
+        """Whether this attribute was read since `forget`, as far as is known."""
+        return x.module not in self.watched or (x.module, x.attribute) in self.names
+
+    def looked_into(self, blocks: Iterable[str]) -> bool:
+        """Whether anything was ever read of these blocks, as far as is known."""
+        read = {module for module, _ in self.names}
+        return any(block in read or block not in self.passing for block in blocks)
+
+    def forget(self) -> None:
+        """Forget what was read of modules, but not of blocks that pass on."""
+        self.names = {(module, attribute) for module, attribute in self.names if module not in self.watched}
 
     def end(self) -> None:
         """The watched modules are of no use any more."""

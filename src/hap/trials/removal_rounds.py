@@ -1,84 +1,112 @@
-"""The rounds of a trial: which units go from the model that is tried, and from the one that it is held against."""
+"""The rounds of a trial: which units go from the model that is tried, and from the one that it is compared with."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Set
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hap.groups.groups import Groups
 from hap.groups.types import Ints
 
-Removal = tuple[dict[str, list[int]], dict[str, list[int]]]
-"""What goes of each group from the model that a trial compares with, and from the one that it tries."""
-SMALL = 12
-"""Of groups with fewer units than this, more is left in trials: one unit of each would be regular again."""
-BY_TURNS = (0.0, 0.0, 1.0)
-"""The round in which groups lose no, one, two, ... units in turns."""
-LEFT = (2, 3, 4)
-"""How many units of small groups are left in the first two rounds, in turns."""
+
+class Round(NamedTuple):
+    """What goes of each group from the reference model, and from the model that is tried: that and something more."""
+
+    reference: dict[str, list[int]]
+    tried: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much goes in a round.
+
+    The reference model loses at most the share `of_small` of a small group and at least `of_large` of a large one.
+    Groups lose something with probability `often`. `keep_few` leaves only a few units of small groups, `by_turns`
+    takes no, one, two, ... units from groups in turns.
+    """
+
+    of_small: float = 0.0
+    of_large: float = 0.0
+    often: float = 1.0
+    keep_few: bool = False
+    by_turns: bool = False
+
+
+AMOUNTS = (Amounts(0.5, 0.9, keep_few=True), Amounts(0.2, 0.8, keep_few=True))
+MORE_FOR_SMALL_MODELS = (*[Amounts(0.6, 0.5, 0.5)] * 4, Amounts(by_turns=True))
+"""With few units more fits by chance. In some rounds groups stay whole; in the last one neighbours, which are often of
+one size, lose different numbers of units, so that it shows which number counts which."""
 SMALL_MODEL = 100
-"""Models with fewer units than this are tried more often: with few units more fits by chance, and they run fast."""
+"""Models with fewer units than this are small."""
 LARGE_MODEL = 20_000
 """Models with more units than this are tried once: there nothing fits by chance in all layers, and they run slowly."""
+SMALL = 12
+"""Groups with fewer units than this are small. More is left of them: one unit of each would be regular again."""
+LEFT = (2, 3, 4)
+"""How many units of small groups are left in the first two rounds, in turns."""
 FEW = (2, 4)
 """How many units are left at first of small groups in heavy models, such as heads that look at each of 4096 places."""
 
 
 def kind_of(name: str) -> str:
-    """Names that differ in their numbers alone, such as those of repeated blocks, are of one kind."""
+    """The name with # for its numbers: names of repeated blocks are of one kind."""
     return re.sub(r"\d+", "#", name)
 
 
-def rounds_of(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool = False) -> list[Removal]:
-    """What goes from the model that a trial compares with, and from the one that it tries: that and something more.
+def rounds_of(groups: Groups, counted: list[Ints], sliced: Set[str], heavy: bool = False) -> list[Round]:
+    """The rounds that show whether a forward counts on the sizes of these groups.
 
-    Random parts, since what is regular may fit by chance; large ones of large groups, since small models run fast. Of
-    every layer something stays, and of what may be `counted`. In one of the first two rounds two or more stay of heads,
-    and not as many in neighbouring layers: a table of one head, or of as many, fits any other by chance. In the further
-    rounds of small models some groups stay whole, and in the last one neighbours, which are often as long, lose
-    different numbers of units, so that it shows which number counts which. Those that are `sliced` go from the model
-    that is tried alone, the first ones first: with little left in both, all of it would be on one side of where they
-    are sliced, and those behind that place could go without a trace. `heavy` models, which take long to run, are tried
-    once.
+    Random parts go, since what is regular may fit by chance; large ones of large groups, since small models run fast.
+    Of every axis something stays, and of what may be `counted`. In the first two rounds two or more heads stay, and not
+    as many in neighbouring layers: a table of one head, or of as many, fits any other by chance. Groups that are
+    `sliced` lose their first units from the tried model alone: with little left in both, all of it would be on one side
+    of the slice, and units behind that place could go without a trace. `heavy` models, which take long to run, get one
+    round.
     """
     draw = np.random.default_rng(0)
     units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
-    is_unit = np.zeros(groups.classes, dtype=bool)
-    is_unit[units] = True
-    spans = [np.append(x, groups.sources(x)) for x in (*groups.spans(), *counted) if x.all()]
-    sustaining = [able for x in spans if len(able := x[is_unit[x]])]
-    pairs = []
-    shares = [(0.5, 0.9, 1.0), (0.2, 0.8, 1.0)]
-    shares += [*[(0.6, 0.5, 0.5)] * 4, BY_TURNS] if groups.units < SMALL_MODEL else []
-    shares = shares[: 1 if groups.units > LARGE_MODEL or heavy else None]
-    for number, how in enumerate(shares):
-        few, many, often = how
+    sustaining = _sustaining(groups, units, counted)
+    amounts = (*AMOUNTS, *(MORE_FOR_SMALL_MODELS if groups.units < SMALL_MODEL else ()))
+    rounds = []
+    for number, amount in enumerate(amounts[: 1 if groups.units > LARGE_MODEL or heavy else None]):
         turns: Counter[str] = Counter()
         rank = np.zeros(groups.classes)
         rank[units] = draw.permutation(len(units))
         spared = {int(able[np.argmax(rank[able])]) for able in sustaining}
-        fewer, more = {}, {}
+        found = Round({}, {})
         for place, (name, group) in enumerate(groups.items()):
             order = [int(u) for u in np.argsort(rank[group.classes]) if int(group.classes[u]) not in spared]
-            order = order if draw.random() < often else []
-            first = int(len(order) * (draw.uniform(0, few) if len(order) < SMALL else draw.uniform(many, 0.95)))
+            order = order if draw.random() < amount.often else []
+            small = len(order) < SMALL
+            share = draw.uniform(0, amount.of_small) if small else draw.uniform(amount.of_large, 0.95)
+            first = int(len(order) * share)
             if name in sliced:
                 first, order = 0, sorted(order)
-            elif heavy and 0 < len(order) < SMALL:
+            elif heavy and order and small:
                 first = min(max(len(group) - int(draw.integers(*FEW, endpoint=True)), 0), len(order) - 1)
-            then = int(draw.integers(first, len(order)) + 1) if order else 0
-            if number < 2 and 0 < len(order) < SMALL and len(group) > 2:
-                then = min(len(group) - _left(len(group), turns[kind_of(name)] + number, heavy), len(order))
-                first = min(first, then - 1)
+            last = int(draw.integers(first, len(order)) + 1) if order else 0
+            if amount.keep_few and order and small and len(group) > 2:
+                last = min(len(group) - _left(len(group), turns[kind_of(name)] + number, heavy), len(order))
+                first = min(first, last - 1)
                 turns[kind_of(name)] += 1
-            if how is BY_TURNS:
-                first, then = 0, place % (len(order) + 1)
-            fewer[name], more[name] = order[:first], order[:then]
-        pairs.append((fewer, more))
-    return pairs
+            if amount.by_turns:
+                first, last = 0, place % (len(order) + 1)
+            found.reference[name], found.tried[name] = order[:first], order[:last]
+        rounds.append(found)
+    return rounds
+
+
+def _sustaining(groups: Groups, units: Ints, counted: list[Ints]) -> list[Ints]:
+    """For each axis, and for what may be counted, the units that keep something of it alive."""
+    is_unit = np.zeros(groups.classes, dtype=bool)
+    is_unit[units] = True
+    spans = [np.append(x, groups.sources(x)) for x in (*groups.spans(), *counted) if x.all()]
+    return [able for x in spans if len(able := x[is_unit[x]])]
 
 
 def _left(size: int, turn: int, heavy: bool) -> int:
