@@ -1,4 +1,4 @@
-"""Small files of each kind that HAP writes: `python tests/files_made_before/make.py`, run in the folder above.
+"""Small files of each kind that HAP writes: `python tests/files_made_before/make.py`, from any folder.
 
 They were made before the modules moved into packages, and are kept as they were: tests load them, since files that
 users have must still load. Whoever adds a kind of file adds a part here, runs it alone (`make.py NAME`), and leaves
@@ -99,7 +99,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:
-    """A network as it is made anew, in eval mode, and the example that outputs are kept of."""
+    """A network as it is made anew, in eval mode, and the example whose outputs are kept: equal on every machine."""
     build, shape = NETWORKS[name]
     model = build().double().eval()
     with torch.no_grad():
