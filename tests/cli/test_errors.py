@@ -124,7 +124,7 @@ def many_losses(output: Tensor, target: Tensor) -> Tensor:
         ({"loss": None}, "this criterion needs data: pass batches"),
         ({"train": True}, r"0\.1 \(BatchNorm2d\) is in training mode.*model\.eval\(\)"),
     ],
-)  # fmt: skip
+)
 def test_bad_data(criterion: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(hap.HapError, match=words):
         score(criterion=criterion, **options)

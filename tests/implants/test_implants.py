@@ -74,17 +74,19 @@ def test_every_kind_in_every_geometry(shape: dict[str, Any], implant: hap.Implan
     assert gap([rows], [pruned[0].implant(example)]) <= 1e-10
 
 
+NAMES = """
+residual bottleneck preactivation dense_block inception concatenated_flattened split_concat gated_unit
+repeated_channels rolled_and_flipped channel_shuffle residual_with_branches subtraction_and_pools
+unet_transposed unet_upsampled squeeze_excite even_kernels dilated tied_parameters shared_module
+module_with_two_names functional_weight grouped_few scaled_residual same_padding reflect_padding two_inputs
+named_inputs without_batch_axis one_channel vgg pixel_shuffle group_norm_few
+""".split()
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        "residual", "bottleneck", "preactivation", "dense_block", "inception", "concatenated_flattened", "split_concat",
-        "gated_unit", "repeated_channels", "rolled_and_flipped", "channel_shuffle", "residual_with_branches",
-        "subtraction_and_pools", "unet_transposed", "unet_upsampled", "squeeze_excite", "even_kernels", "dilated",
-        "tied_parameters", "shared_module", "module_with_two_names", "functional_weight", "grouped_few",
-        "scaled_residual", "same_padding", "reflect_padding", "two_inputs", "named_inputs", "without_batch_axis",
-        "one_channel", "vgg", "pixel_shuffle", "group_norm_few",
-    ],
-)  # fmt: skip
+    NAMES,
+)
 @both
 def test_every_kind_on_the_table(name: str, coupling: str) -> None:
     model, example = CASES[name]()
@@ -93,8 +95,19 @@ def test_every_kind_on_the_table(name: str, coupling: str) -> None:
         check_pruned(model, groups, random_plan(groups, seed, 0.7, implant), example)
 
 
-@pytest.mark.parametrize("name", ["plain", "residual", "preactivation", "dense_block", "inception", "vgg",
-                                  "concatenated_flattened", "unet_upsampled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "residual",
+        "preactivation",
+        "dense_block",
+        "inception",
+        "vgg",
+        "concatenated_flattened",
+        "unet_upsampled",
+    ],
+)
 @both
 def test_no_gather_where_channels_can_be_sorted(name: str, coupling: str) -> None:
     groups = traced(name, coupling)

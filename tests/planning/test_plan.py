@@ -232,8 +232,13 @@ def test_round_to_gives_back_whole_blocks() -> None:
 
 # ---- implants in the budget ---------------------------------------------------------------------------------
 
-KINDS = [hap.Pointwise(0.3, init="center"), hap.Pointwise(1.0, init="zero"), hap.DepthwiseSeparable(0.5),
-         hap.SpatialLowRank(0.5), hap.LowRank()]  # fmt: skip
+KINDS = [
+    hap.Pointwise(0.3, init="center"),
+    hap.Pointwise(1.0, init="zero"),
+    hap.DepthwiseSeparable(0.5),
+    hap.SpatialLowRank(0.5),
+    hap.LowRank(),
+]
 
 
 @pytest.mark.parametrize("implant", KINDS, ids=lambda i: f"{type(i).__name__}-{i.ratio}")

@@ -31,8 +31,16 @@ from hap.planning.steps import Cut
 from hap.surgery.cut import cut_tensors
 from hap.surgery.multihead_attention import FewerHeads
 
-SPANNED = ("group_norm_few", "layer_norm_mlp", "layer_norm_without_affine", "rms_norm_mlp", "convnext_block",
-           "standardised_weight", "weight_normalised", "spatial_attention")  # fmt: skip
+SPANNED = (
+    "group_norm_few",
+    "layer_norm_mlp",
+    "layer_norm_without_affine",
+    "rms_norm_mlp",
+    "convnext_block",
+    "standardised_weight",
+    "weight_normalised",
+    "spatial_attention",
+)
 every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
 

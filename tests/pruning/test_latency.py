@@ -20,9 +20,18 @@ timing = importlib.import_module("hap.pruning.latency")  # hap.latency is the fu
 
 def small() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
-              nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(),
-              nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]  # fmt: skip
+    layers = [
+        nn.Conv2d(3, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    ]
     return nn.Sequential(*layers).eval(), torch.randn(1, 3, 8, 8)
 
 
@@ -103,8 +112,11 @@ def steps_of(multiple: int) -> Callable[[nn.Module, Tensor], float]:
     """Time of a machine that computes channels in blocks of so many, and has an overhead for each layer."""
 
     def seconds(model: nn.Module, example: Tensor) -> float:
-        padded = [[-(-n // multiple) * multiple for n in m.weight.shape[:2]]
-                  for m in model.modules() if isinstance(m, nn.Conv2d)]  # fmt: skip
+        padded = [
+            [-(-n // multiple) * multiple for n in m.weight.shape[:2]]
+            for m in model.modules()
+            if isinstance(m, nn.Conv2d)
+        ]
         return sum(rows * columns + 100 for rows, columns in padded)
 
     return seconds

@@ -56,7 +56,7 @@ def to_svg(traced: Traced) -> str:
     weights = _layers(traced)
     rails = _rails(traced, weights)
     names = [w.removesuffix(".weight") for w in weights]
-    sizes = [_size(traced, w) for w in weights]
+    sizes = [" x ".join(map(str, traced.shapes[w])) for w in weights]
     notes = _notes(traced, weights, rails)
     left = MARGIN + LETTER * max(map(len, [*names, "layer"])) + 2 * MARGIN
     lanes = left + LETTER * max(map(len, [*sizes, "outputs x inputs"])) + MARGIN
@@ -83,9 +83,9 @@ def to_svg(traced: Traced) -> str:
 
 def _layers(traced: Traced) -> list[str]:
     """Weights in the order of their first use, then whatever else computes or reads units."""
-    used = list(traced.weights)
-    axes = [axis for g in traced.groups.values() for axis in [*((p.weight, p.dim) for p in g.producers), *g.consumers]]
-    return list(dict.fromkeys([*used, *(weight for weight, _ in axes)]))
+    groups = traced.groups.values()
+    others = [weight for g in groups for weight in (*(p.weight for p in g.producers), *(w for w, _ in g.consumers))]
+    return list(dict.fromkeys([*traced.weights, *others]))
 
 
 def _rails(traced: Traced, weights: list[str]) -> list[Rail]:
@@ -104,10 +104,6 @@ def _rails(traced: Traced, weights: list[str]) -> list[Rail]:
         ends[lane : lane + 1] = [bottom]
         rails.append(Rail(group, makes, reads, 1 + lane, COLOURS[i % len(COLOURS)]))
     return rails
-
-
-def _size(traced: Traced, weight: str) -> str:
-    return " x ".join(map(str, traced.shapes[weight]))
 
 
 def _notes(traced: Traced, weights: list[str], rails: list[Rail]) -> list[str]:
@@ -157,16 +153,13 @@ def _heading(traced: Traced, columns: tuple[float, float, float]) -> str:
 
 
 def _row(i: int, name: str, size: str, note: str, columns: tuple[float, float, float], width: float) -> str:
-    stripe = (
-        f'<rect class="stripe" x="0" y="{_y(i) - ROW / 2:.1f}" width="{width:.0f}" height="{ROW}"/>' if i % 2 else ""
-    )
-    texts = "".join(
+    stripe = f'<rect class="stripe" x="0" y="{_y(i) - ROW / 2:.1f}" width="{width:.0f}" height="{ROW}"/>'
+    kinds = ("", "faint", "faint" if note.startswith("stays") else "")
+    texts = (
         f'<text class="{kind}" x="{x:.1f}" y="{_y(i) + 4:.1f}">{escape(text)}</text>'
-        for x, text, kind in zip(
-            columns, (name, size, note), ("", "faint", "faint" if note.startswith("stays") else ""), strict=True
-        )
+        for x, text, kind in zip(columns, (name, size, note), kinds, strict=True)
     )
-    return stripe + texts
+    return stripe * (i % 2) + "".join(texts)
 
 
 def _rail(rail: Rail, lanes: float) -> str:

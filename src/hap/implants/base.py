@@ -29,6 +29,14 @@ class ImplantModule(nn.Module, ABC):
         """One value per row, or None."""
 
 
+def with_values(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None = None) -> nn.Conv2d:
+    """The convolution with this weight and bias."""
+    conv.weight.data = weight
+    if bias is not None and conv.bias is not None:
+        conv.bias.data = bias.clone()
+    return conv
+
+
 @dataclass(frozen=True)
 class Implant(ABC):
     """Which share of the units to be removed is replaced instead, and by what.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hap.groups.types import ConvGeometry, Floats
-from hap.implants.base import ChannelImplant, ImplantModule
+from hap.implants.base import ChannelImplant, ImplantModule, with_values
 
 
 def centre(geometry: ConvGeometry) -> tuple[int, int]:
@@ -32,19 +32,8 @@ class PointwiseImplant(ImplantModule):
     def __init__(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None):
         super().__init__()
         rows, inputs = weight.shape
-        self.conv = nn.Conv2d(
-            inputs,
-            rows,
-            1,
-            stride=geometry.stride,
-            bias=bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        self.conv.weight.data = weight[:, :, None, None].clone()
-        if bias is not None:
-            assert self.conv.bias is not None
-            self.conv.bias.data = bias.clone()
+        conv = nn.Conv2d(inputs, rows, 1, geometry.stride, bias=bias is not None)
+        self.conv = with_values(conv, weight[:, :, None, None].clone(), bias)
         self.size, self.taps, self.sides = geometry.kernel, centre(geometry), tap_padding(geometry, centre(geometry))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.groups.types import ConvGeometry
-from hap.implants.base import ChannelImplant, ImplantModule
+from hap.implants.base import ChannelImplant, ImplantModule, with_values
 
 
 class SeparableImplant(ImplantModule):
@@ -26,12 +26,9 @@ class SeparableImplant(ImplantModule):
             groups=inputs,
             bias=False,
         )
-        self.pointwise = nn.Conv2d(inputs, rows, 1, bias=bias is not None)
-        self.depthwise.weight.data = depthwise[:, None].clone()
-        self.pointwise.weight.data = pointwise[:, :, None, None].clone()
-        if bias is not None:
-            assert self.pointwise.bias is not None
-            self.pointwise.bias.data = bias.clone()
+        with_values(self.depthwise, depthwise[:, None].clone())
+        pointwise_conv = nn.Conv2d(inputs, rows, 1, bias=bias is not None)
+        self.pointwise = with_values(pointwise_conv, pointwise[:, :, None, None].clone(), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pointwise(self.depthwise(x))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.groups.types import ConvGeometry
-from hap.implants.base import ChannelImplant, ImplantModule
+from hap.implants.base import ChannelImplant, ImplantModule, with_values
 
 
 class SpatialImplant(ImplantModule):
@@ -20,11 +20,8 @@ class SpatialImplant(ImplantModule):
         rank, inputs, rows = vertical.shape[0], vertical.shape[1], horizontal.shape[0]
         self.vertical = nn.Conv2d(inputs, rank, (kh, 1), (sh, 1), (ph, 0), (dh, 1), bias=False)
         self.horizontal = nn.Conv2d(rank, rows, (1, kw), (1, sw), (0, pw), (1, dw), bias=bias is not None)
-        self.vertical.weight.data = vertical[..., None].clone()
-        self.horizontal.weight.data = horizontal[:, :, None].clone()
-        if bias is not None:
-            assert self.horizontal.bias is not None
-            self.horizontal.bias.data = bias.clone()
+        with_values(self.vertical, vertical[..., None].clone())
+        with_values(self.horizontal, horizontal[:, :, None].clone(), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.horizontal(self.vertical(x))

@@ -77,25 +77,9 @@ def _product(a: Shape, b: Shape, *rest: Any) -> int:
     return math.prod(a) * b[-1]
 
 
-def _added(to: Shape, a: Shape, b: Shape, *rest: Any) -> int:
-    return _product(a, b)
-
-
 def _grouped(a: Shape, b: Shape, *rest: Any) -> int:
     """Groups of rows, of columns or of what is summed over, each with a matrix of its own: each is used once."""
     return math.prod(a if len(a) == len(b) else a[-2:]) * b[-1]
-
-
-def _by_vector(a: Shape, *rest: Any) -> int:
-    return math.prod(a)
-
-
-def _added_by_vector(to: Shape, a: Shape, *rest: Any) -> int:
-    return math.prod(a)
-
-
-def _outer(to: Shape, a: Shape, b: Shape, *rest: Any) -> int:
-    return math.prod(a) * math.prod(b)
 
 
 def _of_three(a: Shape, b: Shape, c: Shape, *missing: Any) -> int:
@@ -122,21 +106,20 @@ def _recurrent(x: Shape, weights: Sequence[Shape], *rest: Any) -> int:
     return math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
 
 
-def _recurrent_layer(x: Shape, first: Shape, second: Shape, *rest: Any) -> int:
-    return _recurrent(x, [first, second])
-
-
 _MULTIPLY_ADDS: dict[str, Callable[..., int]] = (
     dict.fromkeys(("_int_mm", "_scaled_mm_v2"), _product)
-    | dict.fromkeys(("addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"), _added)
+    | dict.fromkeys(
+        ("addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"), lambda to, a, b, *rest: _product(a, b)
+    )
     | dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped)
     | {"transformers::grouped_mm_fallback": _grouped}  # what its experts are captured with
-    | dict.fromkeys(("mv", "dot", "vdot"), _by_vector)
-    | dict.fromkeys(("addmv", "addmv_"), _added_by_vector)
-    | dict.fromkeys(("addr", "addr_"), _outer)
+    | dict.fromkeys(("mv", "dot", "vdot"), lambda a, *rest: math.prod(a))
+    | dict.fromkeys(("addmv", "addmv_"), lambda to, a, *rest: math.prod(a))
+    | dict.fromkeys(("addr", "addr_"), lambda to, a, b, *rest: math.prod(a) * math.prod(b))
     | dict.fromkeys(("_cdist_forward", "_euclidean_dist"), _distances)
     | dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), _recurrent)
-    | {"mkldnn_rnn_layer": _recurrent_layer, "_trilinear": _of_three, "conv_tbc": _convolved}
+    | {"mkldnn_rnn_layer": lambda x, first, second, *rest: _recurrent(x, [first, second])}
+    | {"_trilinear": _of_three, "conv_tbc": _convolved}
 )
 
 

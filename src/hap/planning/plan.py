@@ -16,12 +16,12 @@ from hap.implants import Implant, implant_from_dict
 from hap.planning.cost import Cost
 from hap.planning.steps import (
     DAMAGED,
+    STEPS,
     Cut,
     ImplantStep,
     InputSelectionStep,
     OutputScatterStep,
     SetSizeStep,
-    Step,
     check_head,
 )
 from hap.utils.module_tree import named_tensors
@@ -66,8 +66,7 @@ class Plan:
     def check_fits(self, model: nn.Module) -> None:
         """Refuse a model that the plan was not made for, or on which it was carried out already: HapError says why."""
         tensors, modules = named_tensors(model), dict(model.named_modules())
-        steps: list[Step] = [*self.cuts, *self.grafts, *self.resizes, *self.widenings, *self.narrowings]
-        for step in steps:
+        for step in (step for name in STEPS for step in getattr(self, name)):
             step.check(tensors, modules)
         for space in self.turns:
             check_head(space, tensors)
@@ -80,7 +79,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("cuts", "grafts", "widenings", "resizes", "narrowings", "turns"):
+        for name in (*STEPS, "turns"):
             values[name] = [dataclasses.asdict(item) for item in values[name]]
         values["implant"] = self.implant.to_dict() if self.implant else None
         values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
@@ -93,14 +92,7 @@ class Plan:
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
-            items = {
-                "cuts": Cut,
-                "grafts": ImplantStep,
-                "widenings": OutputScatterStep,
-                "resizes": SetSizeStep,
-                "narrowings": InputSelectionStep,
-            }
-            made: dict[str, Any] = {k: tuple(t(**_tuples(v)) for v in values[k]) for k, t in items.items()}
+            made: dict[str, Any] = {k: tuple(kind(**_tuples(v)) for v in values[k]) for k, kind in STEPS.items()}
             made["turns"] = tuple(_space(**v) for v in values["turns"])
             implant = implant_from_dict(values["implant"]) if values["implant"] else None
             costs = {k: Cost(**values[k]) for k in ("before", "after")}
@@ -119,31 +111,24 @@ class Plan:
             raise HapError(f"the plan is not valid JSON: {error}") from error
 
     def __str__(self) -> str:
-        head = ("layer", "before", "kept", "implanted", "removed")
-        rows = [
-            (n, *map(str, (sum(map(len, parts)), *map(len, parts))))
-            for n in self.kept
-            for parts in [(self.kept[n], self.implanted[n], self.removed[n])]
-        ]
-        totals = [sum(int(r[i]) for r in rows) for i in range(1, 5)]
-        rows.append(("total", *map(str, totals)))
-        widths = [max(len(r[i]) for r in [head, *rows]) for i in range(5)]
+        parts = (self.kept, self.implanted, self.removed)
+        counts = [[len(part[n]) for part in parts] for n in self.kept] + [[sum(map(len, p.values())) for p in parts]]
+        named = zip([*self.kept, "total"], counts, strict=True)
+        table = [HEAD, *([name, str(sum(row)), *map(str, row)] for name, row in named)]
+        first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
         lines = [
-            "  ".join([r[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True))])
-            for r in [head, *rows]
+            "  ".join([name.ljust(first), *(cell.rjust(w) for cell, w in zip(cells, widths, strict=True))])
+            for name, *cells in table
         ]
-        return "\n".join(
-            [
-                *lines,
-                f"params {_change(self.before.params, self.after.params)}",
-                f"MACs   {_change(self.before.macs, self.after.macs)}",
-                f"values written by layers {_change(self.before.activations, self.after.activations)}",
-                *([] if self.masks else [NORMED]),
-                *([self.untouched] if self.untouched else []),
-            ]
-        )
+        lines += [
+            f"params {_change(self.before.params, self.after.params)}",
+            f"MACs   {_change(self.before.macs, self.after.macs)}",
+            f"values written by layers {_change(self.before.activations, self.after.activations)}",
+        ]
+        return "\n".join(lines + [NORMED] * (not self.masks) + [self.untouched] * bool(self.untouched))
 
 
+HEAD = ["layer", "before", "kept", "implanted", "removed"]
 NORMED = "a norm spans what goes, so what stays changes: the result is not that of masking it"
 
 

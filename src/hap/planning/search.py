@@ -252,16 +252,13 @@ class _Search:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self._fit_too(kept, waiting[:middle]) else (low, middle)
-            kept = kept.copy()
-            kept[self.classes[waiting[:low]]] = True
+            kept = _with(kept, self.classes[waiting[:low]])
             rest = waiting[low:]  # of which the first does not fit, and none of its kind
             waiting = rest[self.kind[rest] != self.kind[rest[0]]] if len(rest) else rest
         return kept
 
     def _fit_too(self, kept: Bools, units: Ints) -> bool:
-        more = kept.copy()
-        more[self.classes[units]] = True
-        return self.fits(more, self.nothing)
+        return self.fits(_with(kept, self.classes[units]), self.nothing)
 
     def _block(self, unit: int, whole: Bools) -> Ints | None:
         """The classes to give back with this unit so that `round_to` still holds, or None if that cannot be."""
@@ -270,10 +267,16 @@ class _Search:
             return self.classes[[unit]]
         out = self.order[(self.group[self.order] == self.group[unit]) & ~whole[self.classes[self.order]]]
         block = out[::-1][:step]
-        complete = len(block) == len(out) and len(out) == int(
-            (~whole[self.classes[self.group == self.group[unit]]]).sum()
-        )
+        lacking = int((~whole[self.classes[self.group == self.group[unit]]]).sum())
+        complete = len(block) == len(out) == lacking
         return self.classes[block] if len(block) == step or complete else None
+
+
+def _with(marked: Bools, classes: Ints) -> Bools:
+    """A copy of the marking in which these classes are marked too."""
+    more = marked.copy()
+    more[classes] = True
+    return more
 
 
 def _kinds(groups: Groups, classes: Ints) -> Ints:

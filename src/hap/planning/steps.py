@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -120,6 +121,16 @@ class InputSelectionStep(Step):
         _module(modules, self.module), _module(modules, self.inside or self.module)
         if not self.index or not _distinct_below(self.index, self.size):
             raise HapError(f"{DAMAGED}: {self.module} cannot pick {list(self.index)} of {self.size}")
+
+
+STEPS: dict[str, type[Any]] = {
+    "cuts": Cut,
+    "grafts": ImplantStep,
+    "resizes": SetSizeStep,
+    "widenings": OutputScatterStep,
+    "narrowings": InputSelectionStep,
+}
+"""By the field of a plan that lists them, in its file too."""
 
 
 def check_head(space: HeadSpace, tensors: Tensors) -> None:

@@ -16,7 +16,6 @@ from hap.planning.plan import Plan
 from hap.planning.steps import Cut
 from hap.surgery.hooks import attach_implant, attach_input_selection, attach_output_scatter
 from hap.surgery.multihead_attention import FewerHeads
-from hap.surgery.recurrent_sizes import update_sizes_
 from hap.utils.module_tree import named_tensors
 
 LARGE = 1 << 20
@@ -155,7 +154,9 @@ def _sync(module: nn.Module, before: dict[str, list[int]]) -> None:
     elif isinstance(module, nn.MultiheadAttention):
         FewerHeads.take_over(module)
     elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        update_sizes_(module)
+        ending = "" if isinstance(module, nn.RNNCellBase) else "_l0"
+        module.input_size = getattr(module, f"weight_ih{ending}").shape[1]
+        module.hidden_size = getattr(module, f"weight_hh{ending}").shape[1]
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)
     elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
