@@ -178,8 +178,9 @@ def _check_samples(problem: ScoringContext, gates: Gates) -> None:
         raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
 
 
-def _piece(problem: ScoringContext, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor,
-           at_once: int) -> dict[str, Tensor]:  # fmt: skip
+def _piece(
+    problem: ScoringContext, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int
+) -> dict[str, Tensor]:
     """sum over samples of sign (d(s . output)/dg)^2, (K, units) by group."""
     rows: dict[str, list[Tensor]] = {name: [] for name in problem.groups}
     slopes: dict[str, Tensor] = {}
@@ -207,8 +208,10 @@ def _slope(problem: ScoringContext, gate: Gate, value: Tensor, gradient: Tensor)
     each = torch.einsum("ncp,kncp->knc", x.reshape(*x.shape[:2], -1), g.reshape(*g.shape[:3], -1))
     group, (times, rest) = problem.groups[gate.group], divmod(each.shape[2], len(gate.unit.unit))
     if rest:
-        raise HapError(f"{gate.unit.weight} meets {each.shape[2]} indices of group {gate.group!r} on axis {axis}, and "
-                       f"not {len(gate.unit.unit)} or several times as many; {INSTEAD}")  # fmt: skip
+        raise HapError(
+            f"{gate.unit.weight} meets {each.shape[2]} indices of group {gate.group!r} on axis {axis}, and "
+            f"not {len(gate.unit.unit)} or several times as many; {INSTEAD}"
+        )
     return fold(group, gate.unit, each.unflatten(2, (times, -1)).sum(2))
 
 

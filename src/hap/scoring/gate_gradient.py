@@ -1,4 +1,4 @@
-"""The mean size of the gradient of a gate on each head (Michel et al., Are Sixteen Heads Really Better than One 2019)."""
+"""The mean size of the gradient of a gate on each head (Michel et al., Are Sixteen Heads Really Better than One?)."""
 
 from __future__ import annotations
 

@@ -135,8 +135,9 @@ def gauss_newton_traces(problem: ScoringContext, found: Survey, draws: int = 0, 
     return over_samples(problem, found, sizes, piece, draws, seed)
 
 
-def over_samples(problem: ScoringContext, found: Survey, sizes: dict[str, int], piece: Piece, draws: int,
-                 seed: int) -> dict[str, Tensor]:  # fmt: skip
+def over_samples(
+    problem: ScoringContext, found: Survey, sizes: dict[str, int], piece: Piece, draws: int, seed: int
+) -> dict[str, Tensor]:
     """The mean over all samples of what each adds: (1, units) by name, summed over the vectors s_k; with `draws` one
     row for each of so many random combinations of them. `sizes` are the numbers of units."""
     device = next(iter(problem.weights.values())).device
