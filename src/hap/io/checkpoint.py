@@ -195,7 +195,7 @@ def _header(path: str | Path, text: str | None) -> dict[str, Any]:
 
 
 def load(path: str | Path, model: nn.Module) -> nn.Module:
-    """Fill a fresh dense model from a checkpoint: prune it as the plan says and load its weights. `save` has an example.
+    """Fill a fresh dense model from a checkpoint: prune it as the plan says, load its weights. `save` has an example.
 
     Arguments:
         path: of a file that `save` wrote.

@@ -20,9 +20,9 @@ from hap.groups.types import Group, Producer
 from hap.scoring.affine import affine_norms
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import BATCH_FIRST, Batch
-from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, of_one_sample, over_samples, survey
+from hap.scoring.gauss_newton import SURVEYED, Tap, backward, of_one_sample, over_samples, samples_of, survey
 from hap.scoring.hessian_trace import MOST_OUTPUTS
-from hap.scoring.hutchinson import quiet
+from hap.scoring.hutchinson import without_vmap_warnings
 from hap.scoring.outputs import CannotSample
 from hap.scoring.row_norms import computes_as
 
@@ -55,7 +55,7 @@ class GateCurvature(Criterion):
             raise HapError(f"draws={self.draws}; expected at least 2")
 
     def scores(self, problem: ScoringContext) -> Scores:
-        with quiet():
+        with without_vmap_warnings():
             return self._scores(problem)
 
     def _scores(self, problem: ScoringContext) -> Scores:
@@ -165,7 +165,7 @@ See = Callable[[Gate, Tensor, Tensor], None]
 
 def _check_samples(problem: ScoringContext, gates: Gates) -> None:
     """Refuse gates at which the first axis is not that of the samples: what one sample gives would reach others."""
-    batch, mixed = cut(problem.batches[0], slice(SURVEYED)), list[str]()
+    batch, mixed = samples_of(problem.batches[0], slice(SURVEYED)), list[str]()
 
     def see(gate: Gate, value: Tensor, gradient: Tensor) -> None:
         if gradient[:, 1:].any():
@@ -218,7 +218,7 @@ def _slope(problem: ScoringContext, gate: Gate, value: Tensor, gradient: Tensor)
 @contextmanager
 def _tapped(problem: ScoringContext, gates: Gates, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` for every gate that it goes by."""
-    anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)
+    anchor = torch.zeros((), device=problem.device, requires_grad=True)
 
     def tap(gate: Gate, value: Tensor) -> Tensor:
         kept = value.detach()

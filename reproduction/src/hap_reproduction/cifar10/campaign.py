@@ -23,7 +23,7 @@ from hap.planning.plan import Plan
 from hap.training import History, evaluate
 from hap.training.loop import NotFinite
 from hap.training.recipes import Recipe
-from hap.utils.atomic_files import check_writable, digest, held, write_json
+from hap.utils.atomic_files import check_writable, digest, locked, write_json
 from hap.workflow.networks import example_of, fresh
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10 import batches
@@ -156,7 +156,7 @@ def work_off(jobs: Sequence[Job], data: Data, folders: Folders, manner: Manner =
     if seconds is not None and seconds <= 0:
         raise HapError(f"seconds is {seconds}; expected how long to train at the most, more than 0")
     folders.check()
-    with held(folders.work, "wait until it has ended, or train other runs with another --work"):
+    with locked(folders.work, "wait until it has ended, or train other runs with another --work"):
         _work_off(jobs, data, folders, manner, seconds, revision, say)
 
 
