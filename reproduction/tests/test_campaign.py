@@ -19,7 +19,7 @@ from hap.cli import app
 from hap.data import Data, Split
 from hap.io.checkpoint import load, read, save
 from hap.training import loop
-from hap.utils.atomic_files import digest, held, write_json
+from hap.utils.atomic_files import digest, locked, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import new_network
 from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting
@@ -212,7 +212,10 @@ def test_a_time_limit_stops_between_epochs_and_the_same_call_goes_on(data: Data,
 def test_one_process_trains_in_a_folder_at_a_time(data: Data, folders: Folders) -> None:
     job = make_jobs(1)[0]
     folders.check()
-    with held(folders.work, "wait"), pytest.raises(hap.HapError, match=r"another process works in .*work; wait until"):
+    with (
+        locked(folders.work, "wait"),
+        pytest.raises(hap.HapError, match=r"another process works in .*work; wait until"),
+    ):
         work_off([job], data, folders, say=quiet)
     assert not folders.result(job.name).exists()
     work_off([job], data, folders, say=quiet)

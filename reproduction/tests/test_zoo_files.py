@@ -13,6 +13,7 @@ import hap
 from hap.cli import app
 from hap.utils.atomic_files import write_json
 from hap_reproduction.cifar10.jobs import jobs
+from hap_reproduction.pages.zoo_manifest import write_manifest
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 15_000_000
@@ -37,7 +38,7 @@ def folder(tmp_path: Path, digits: hap.data.Data) -> Path:
     write_json(tmp_path / "results" / "cifar10" / "run.json", result)
     hap.save(tmp_path / "zoo" / "run.safetensors", model.half(), about=about)
     wanted = {"small": "run", "not-trained-yet": "other"}
-    hap.zoo.write_manifest(wanted, tmp_path / "zoo", tmp_path / "results" / "cifar10")
+    write_manifest(wanted, tmp_path / "zoo", tmp_path / "results" / "cifar10")
     return tmp_path / "zoo"
 
 
@@ -85,7 +86,7 @@ def test_a_damaged_result_is_named_where_a_manifest_is_made(folder: Path) -> Non
     for content, why in (({"name": "run"}, "it has no model, params, macs"), (bare, "has no accuracy_in_half")):
         write_json(results / "run.json", content)
         with pytest.raises(hap.HapError, match=rf"run\.json .*{why}.*; get it again from the repository, or delete it"):
-            hap.zoo.write_manifest({"small": "run"}, folder, results)
+            write_manifest({"small": "run"}, folder, results)
 
 
 def test_another_file_under_the_name_is_refused(folder: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_file_that_belongs_to_another_run_is_not_listed(folder: Path) -> None:
     record = json.loads((results / "run.json").read_text())
     write_json(results / "run.json", record | {"name": "another"})
     with pytest.raises(hap.HapError, match=r"says that it is of 'run', not of 'another'"):
-        hap.zoo.write_manifest({"small": "run"}, folder, results)
+        write_manifest({"small": "run"}, folder, results)
 
 
 # ---- the files of this repository ---------------------------------------------------------------------------

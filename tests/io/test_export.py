@@ -36,8 +36,9 @@ def test_resnet56_end_to_end(coupling: str, tmp_path: Path) -> None:
     model = hap.models.build("resnet56").eval()
     dense = copy.deepcopy(model)
     example = torch.randn(2, 3, 32, 32)
-    plan = hap.prune_(model, example, flops=0.4, implant=hap.Pointwise(0.2, init="center"), coupling=coupling,
-                      criterion="magnitude")  # fmt: skip
+    plan = hap.prune_(
+        model, example, flops=0.4, implant=hap.Pointwise(0.2, init="center"), coupling=coupling, criterion="magnitude"
+    )
     assert plan.after.macs <= 0.4 * plan.before.macs
     assert plan.after.macs > 0.39 * plan.before.macs
     check_cost(model, plan.after, example)
@@ -122,8 +123,9 @@ class Conv(nn.Module):
         return self.norm(y.index_select(1, self.order))
 
 
-@pytest.mark.parametrize(("how", "left"), [("read twice", 1), ("shared", 0), ("computed", 1), ("twice the same", 1),
-                                           ("in order", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "left"), [("read twice", 1), ("shared", 0), ("computed", 1), ("twice the same", 1), ("in order", 0)]
+)
 def test_only_what_can_be_folded_is(how: str, left: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, example = Conv(how).double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
@@ -251,7 +253,7 @@ def test_sides_of_an_image_may_be_open(tmp_path: Path) -> None:
         ("", 6, (True,), r"dynamic_axes is \(True,\); expected axes"),
         ("", 6, ("ids",), "expected axes behind the first"),
     ],
-)  # fmt: skip
+)
 def test_axes_that_cannot_be_open(how: str, length: int, axes: Any, words: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(hap.HapError, match=words):
@@ -281,7 +283,7 @@ class TwoWays(nn.Module):
         (lambda shape: shape[0] > 3, 1, (), (4, 8, 6), "axis 0 has length 4"),
     ],
     ids=["longer", "shorter", "even", "large batch", "small batch"],
-)  # fmt: skip
+)
 def test_lengths_that_were_not_captured_are_refused(
     way: Any, batch: int, axes: tuple[int, ...], refused: tuple[int, ...], where: str, tmp_path: Path
 ) -> None:

@@ -15,9 +15,20 @@ from cases import CASES, Net
 from checks import assert_unchanged, snapshot, traced
 
 NAMES = [
-    "residual", "bias_without_norm", "vgg", "strided_and_pooled", "conv1d", "mlp_with_norm", "preactivation",
-    "grouped_many", "grouped_few", "depthwise", "inverted_residual", "dense_block", "concatenated_flattened",
-]  # fmt: skip
+    "residual",
+    "bias_without_norm",
+    "vgg",
+    "strided_and_pooled",
+    "conv1d",
+    "mlp_with_norm",
+    "preactivation",
+    "grouped_many",
+    "grouped_few",
+    "depthwise",
+    "inverted_residual",
+    "dense_block",
+    "concatenated_flattened",
+]
 
 
 @pytest.mark.parametrize("coupling", ["joint", "union"])
@@ -99,10 +110,12 @@ REFUSED = {
     "maps": (lambda m, x: m.b(m.a(x).relu()), "output is not one vector per sample"),
     "by name": (lambda m, x: m.fc(input=m.a(x).relu().mean((2, 3))), "fc is called with its input by name"),
     "another layer": (lambda m, x: m.odd(m.a(x).relu().mean((2, 3))), "odd.weight reads group 'a' other than by one"),
-    "a product": (lambda m, x: m.fc((z := m.a(x).relu().flatten(2)).matmul((z.mT @ z).softmax(-1).mT).mean(2)),
-                  "group 'a' is read by a product of activations"),
+    "a product": (
+        lambda m, x: m.fc((z := m.a(x).relu().flatten(2)).matmul((z.mT @ z).softmax(-1).mT).mean(2)),
+        "group 'a' is read by a product of activations",
+    ),
     "samples last": (lambda m, x: m.fc(m.a(x).relu().mean(3).permute(2, 0, 1)).mean(0), "is not that of the samples"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

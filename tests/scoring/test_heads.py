@@ -35,11 +35,21 @@ class Encoder(nn.Module):
         super().__init__()
         self.heads = heads
         self.layers = nn.ModuleList(
-            nn.ModuleDict({n: nn.Linear(*shape) for n, shape in (
-                ("q", (width, width)), ("k", (width, width)), ("v", (width, width)), ("o", (width, width)),
-                ("up", (width, 12)), ("down", (12, width)))})
+            nn.ModuleDict(
+                {
+                    n: nn.Linear(*shape)
+                    for n, shape in (
+                        ("q", (width, width)),
+                        ("k", (width, width)),
+                        ("v", (width, width)),
+                        ("o", (width, width)),
+                        ("up", (width, 12)),
+                        ("down", (12, width)),
+                    )
+                }
+            )
             for _ in range(2)
-        )  # fmt: skip
+        )
         self.pooler, self.classifier = nn.Linear(width, width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,11 +174,17 @@ BOTH = (False, True)
 @pytest.mark.parametrize(
     ("mix", "heads", "outputs", "found"),
     [
-        (at_once, 3, 24, BOTH), (over_channels, 3, 24, BOTH), (rotated, 3, 24, BOTH),
-        (at_once, 1, 8, ()), (over_channels, 1, 8, ()), (rotated, 1, 8, ()),
-        (one_by_one, 3, 24, ()), (averaged, 3, 8, ()), (with_average_weights, 3, 24, (True,)),
+        (at_once, 3, 24, BOTH),
+        (over_channels, 3, 24, BOTH),
+        (rotated, 3, 24, BOTH),
+        (at_once, 1, 8, ()),
+        (over_channels, 1, 8, ()),
+        (rotated, 1, 8, ()),
+        (one_by_one, 3, 24, ()),
+        (averaged, 3, 8, ()),
+        (with_average_weights, 3, 24, (True,)),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("fused", BOTH)
 def test_heads_are_whole_or_none(mix: Any, heads: int, outputs: int, found: Any, fused: bool) -> None:
     """The width of a head is no head, and what attention is made of is no MLP. `found`: if fused, or if not."""
@@ -271,8 +287,12 @@ def test_a_head_owns_its_output_slice_too(encoder: Any) -> None:
     model, example, _ = encoder
     groups = hap.trace(model, example)
     slices = {(p.weight, p.dim): p.unit.tolist() for p in all_slices(groups, groups["layers.1.q"])}
-    assert set(slices) == {("layers.1.q.weight", 0), ("layers.1.k.weight", 0), ("layers.1.v.weight", 0),
-                           ("layers.1.o.weight", 1)}  # fmt: skip
+    assert set(slices) == {
+        ("layers.1.q.weight", 0),
+        ("layers.1.k.weight", 0),
+        ("layers.1.v.weight", 0),
+        ("layers.1.o.weight", 1),
+    }
     assert all(unit == [0, 0, 1, 1, 2, 2, 3, 3] for unit in slices.values())
 
 

@@ -67,11 +67,26 @@ def test_exact_is_the_hessians_block_trace(kind: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "bias_without_norm", "vgg", "dilated", "valid_padding", "same_padding", "reflect_padding", "strided_and_pooled",
-        "conv1d", "mlp_with_norm", "prelu", "preactivation", "grouped_many", "grouped_few", "depthwise",
-        "inverted_residual", "dense_block", "concatenated_flattened", "one_channel",
+        "bias_without_norm",
+        "vgg",
+        "dilated",
+        "valid_padding",
+        "same_padding",
+        "reflect_padding",
+        "strided_and_pooled",
+        "conv1d",
+        "mlp_with_norm",
+        "prelu",
+        "preactivation",
+        "grouped_many",
+        "grouped_few",
+        "depthwise",
+        "inverted_residual",
+        "dense_block",
+        "concatenated_flattened",
+        "one_channel",
     ],
-)  # fmt: skip
+)
 def test_exact_on_other_layers(name: str) -> None:
     model, groups, batches, loss = problem(name)
     scores = hap.score(model, groups, batches, loss, hap.HessianTrace(method="exact"))
@@ -147,8 +162,17 @@ def test_a_loss_that_mixes_samples_is_refused() -> None:
         hap.score(model, groups, batches, loss, hap.HessianTrace(method="exact"))
 
 
-@pytest.mark.parametrize("name", ["smooth", "squeeze_excite", "products_of_activations", "shared_module",
-                                  "batch_norm_without_affine", "custom_operator"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smooth",
+        "squeeze_excite",
+        "products_of_activations",
+        "shared_module",
+        "batch_norm_without_affine",
+        "custom_operator",
+    ],
+)
 def test_exact_is_refused_where_it_is_not_valid(name: str) -> None:
     model, groups, batches, loss = problem(name)
     with pytest.raises(hap.HapError, match="does not apply: the network is not piecewise linear"):
@@ -477,11 +501,19 @@ def test_bn_scale_needs_a_norm() -> None:
 # ---- the model is left as found -----------------------------------------------------------------------------
 
 CRITERIA = [
-    hap.HessianTrace(method="exact"), hap.HessianTrace(method="hutchinson", probes=3),
-    hap.HessianTrace(method="hutchinson", probes=4, chunk=2, deflate=3), hap.Magnitude(), hap.L1(), hap.Random(),
-    hap.BNScale(), hap.Taylor(), hap.DiagonalFisher(), hap.OBD(probes=3), hap.GeometricMedian(),
+    hap.HessianTrace(method="exact"),
+    hap.HessianTrace(method="hutchinson", probes=3),
+    hap.HessianTrace(method="hutchinson", probes=4, chunk=2, deflate=3),
+    hap.Magnitude(),
+    hap.L1(),
+    hap.Random(),
+    hap.BNScale(),
+    hap.Taylor(),
+    hap.DiagonalFisher(),
+    hap.OBD(probes=3),
+    hap.GeometricMedian(),
     hap.Reversed(hap.Taylor()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: f"{c.name}-{getattr(c, 'method', '')}")
@@ -642,6 +674,8 @@ def test_norms_called_by_keyword_are_scored_too() -> None:
     model = ByKeyword().double().eval()
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 2, (6,))
     groups = hap.trace(model, x)
-    many, exact = (hap.score(model, groups, [(x, y)], F.cross_entropy, hap.HessianTrace(method=m, **o))["a"]
-                   for m, o in (("hutchinson", {"probes": 3000}), ("exact", {})))  # fmt: skip
+    many, exact = (
+        hap.score(model, groups, [(x, y)], F.cross_entropy, hap.HessianTrace(method=m, **o))["a"]
+        for m, o in (("hutchinson", {"probes": 3000}), ("exact", {}))
+    )
     torch.testing.assert_close(many, exact, rtol=0.2, atol=1e-3)

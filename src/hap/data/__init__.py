@@ -1,4 +1,8 @@
-"""Data sets by name or by folder."""
+"""Data sets by name or by folder, held whole in memory as bytes, normalised and augmented on their device.
+
+`dataset.py` has `Data` and its batches; `cifar.py`, `digits.py` and `folder.py` read one kind of source each, and
+`pickles.py` reads CIFAR's python files without unpickling them. Import from here. Start reading at `dataset.py`.
+"""
 
 from pathlib import Path
 
@@ -19,11 +23,18 @@ def load(
     device: torch.device | str | None = None,
     size: int = 224,
 ) -> Data:
-    """A data set in memory, on `device` when one is given.
+    """A data set in memory.
 
-    `spec` is "digits"; "cifar10" or "cifar100", with the folder that holds the unpacked archive as `root`; or
-    a folder, which is or holds a CIFAR archive or has image files in train/CLASS/* and val/CLASS/* (or test).
-    `size` is the side of the square that image files are cut to.
+    Arguments:
+        spec: "digits"; "cifar10" or "cifar100"; or a folder, which is or holds a CIFAR archive or has image files in
+            train/CLASS/* and val/CLASS/* (or test).
+        root: the folder that holds the unpacked archive.
+        device: where the images go; None leaves them on the CPU.
+        size: the side of the square that image files are cut to.
+
+    >>> data = load("digits")
+    >>> len(data.train), len(data.test), next(data.batches("test", 4))[0].shape
+    (1297, 500, torch.Size([4, 1, 8, 8]))
     """
     data = _load(spec, None if root is None else Path(root), size)
     return data if device is None else data.to(device)

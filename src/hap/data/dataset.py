@@ -51,7 +51,7 @@ class Data:
             _check_split(f"{self.name} {which}", split, self.classes)
 
     def to(self, device: torch.device | str) -> "Data":
-        """The same data with its images on `device`; nothing is copied that is there already."""
+        """Data with its images on `device`; nothing is copied that is there already."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
     def batches(self, split: str = "test", size: int = 500) -> Iterator[Batch]:

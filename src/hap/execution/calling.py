@@ -84,7 +84,7 @@ def _random_states() -> tuple[list[Tensor], Any, Any]:
 
 
 def _random_numbers() -> list[Any]:
-    """The same, to be compared."""
+    """What `_random_states` returns, as numbers that can be compared."""
     torches, python, numpy = _random_states()
     arrays = [np.asarray(x).tolist() for x in numpy]
     return [[state.tolist() for state in torches], python, arrays]
@@ -104,7 +104,7 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def copied(inputs: Any) -> Any:
-    """The same with copies of all tensors: a forward may write to what it is given, and that is given again."""
+    """Inputs with copies of all tensors, since a forward may write to what it is called with."""
     made: dict[int, Tensor] = {}  # one that is given twice stays one
 
     def copy(x: Tensor) -> Tensor:

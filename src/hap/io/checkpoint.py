@@ -43,12 +43,32 @@ class Checkpoint:
         return self.plans[-1] if self.plans else None
 
 
-def save(path: str | Path, model: nn.Module, plan: Plan | Sequence[Plan] | None = None, *, recipe: Any = None,
-         metrics: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None) -> Path:  # fmt: skip
-    """Write a model, and the plan that pruned it, to one file; returns the path.
+def save(
+    path: str | Path,
+    model: nn.Module,
+    plan: Plan | Sequence[Plan] | None = None,
+    *,
+    recipe: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model, and the plan that pruned it, to one file, which is complete or not there.
 
-    A model that was pruned several times needs all its plans, in order.
-    The file is complete or not there: it is written under a temporary name and renamed.
+    Arguments:
+        path: of the file.
+        model: as it is now.
+        plan: what pruned it; all plans, in order, if it was pruned several times; None if it was not.
+        recipe, metrics, about: what JSON holds, for whoever reads the file.
+
+    Returns:
+        The path.
+
+    >>> import tempfile
+    >>> path = save(Path(tempfile.mkdtemp(), "net.safetensors"), nn.Linear(2, 3), about={"note": "fresh"})
+    >>> read(path).about, read(path).shapes
+    ({'note': 'fresh'}, {'bias': [3], 'weight': [3, 2]})
+    >>> load(path, nn.Linear(2, 3))
+    Linear(in_features=2, out_features=3, bias=True)
     """
     path = Path(path)
     plans = [plan] if isinstance(plan, Plan) else list(plan or ())
@@ -121,7 +141,14 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def read(path: str | Path) -> Checkpoint:
-    """What a checkpoint holds, without loading its tensors."""
+    """What a checkpoint holds, without loading its tensors. `save` has an example.
+
+    Arguments:
+        path: of a file that `save` wrote.
+
+    Returns:
+        Plans, recipe, metrics and the other entries of its header; shapes by name.
+    """
     with _opened(path) as file:
         text = (file.metadata() or {}).get("hap")
         shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -167,11 +194,17 @@ def _header(path: str | Path, text: str | None) -> dict[str, Any]:
 
 
 def load(path: str | Path, model: nn.Module) -> nn.Module:
-    """Fill a fresh dense model from a checkpoint: prune it as the plan says and load its weights; returns the model.
+    """Fill a fresh dense model from a checkpoint: prune it as the plan says, load its weights. `save` has an example.
+
+    Arguments:
+        path: of a file that `save` wrote.
+        model: a dense model of the same code. If anything does not fit, HapError is raised and it is left as it was.
+
+    Returns:
+        The model.
 
     The model's tensors keep their dtypes, but for those that cannot hold what the file has: they take the file's.
     Buffers that are not persistent are in no file: they are cut out of those that the fresh model was made with.
-    If anything does not fit, HapError is raised and the model is left as it was.
     """
     checkpoint = read(path)
     with _opened(path) as file:

@@ -34,14 +34,22 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch
 """How far outputs may be off where BatchNorms are folded, relative to the largest."""
 
 
-def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True,
-           dynamic_axes: Sequence[int] = ()) -> Path:  # fmt: skip
-    """Write the model in eval mode to `path`, as its ending says: .onnx or .pt2; returns the path.
+def export(
+    path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: bool = True, dynamic_axes: Sequence[int] = ()
+) -> Path:
+    """Write the model in eval mode as ONNX or as a torch.export program, BatchNorms folded into what is before them.
 
-    BatchNorms are folded into what is before them. Shapes are those of the example, but for the first axis of its
-    tensors, the batch: that may have any length, unless `dynamic_batch` is False. So may `dynamic_axes`, such as (1,)
-    for the tokens of a text or (2, 3) for the sides of an image, wherever a tensor is as long there as the first that
-    has such an axis.
+    Arguments:
+        path: of the file; its ending, .onnx or .pt2, says what is written.
+        model: of any kind that torch.export captures.
+        example: what the model is called with: a tensor, a tuple, or a dict of keyword arguments.
+        dynamic_batch: whether the first axis of the example's tensors, the batch, may have any length.
+        dynamic_axes: other axes that may, such as (1,) for the tokens of a text or (2, 3) for the sides of an image,
+            wherever a tensor is as long there as the first that has such an axis.
+
+    Returns:
+        The path.
+
     What is checked is what torch.export captured, not the file: it is run on the example, with a warning if it does not
     compute there what the model does, since code may go another way while it is captured, and on examples of other
     lengths, and refused if it differs there. How torch.onnx converts it is not checked: run an ONNX file once where it
@@ -50,6 +58,11 @@ def export(path: str | Path, model: nn.Module, example: Any, *, dynamic_batch: b
     those, and a warning names them; ONNX has no means to, so that is an error.
     Named tuples that the model returns are plain ones in the file. ONNX holds tensors alone: other values, but for
     None, are refused.
+
+    >>> import tempfile
+    >>> path = export(Path(tempfile.mkdtemp(), "net.pt2"), nn.Linear(2, 3), torch.randn(4, 2))
+    >>> torch.export.load(path).module()(torch.randn(7, 2)).shape
+    torch.Size([7, 3])
     """
     path = Path(path)
     _writer(path)
@@ -195,8 +208,9 @@ def _free(arguments: Any, axes: Sequence[int]) -> ShapesCollection:
     return shapes
 
 
-def _check_other_lengths(model: nn.Module, program: ExportedProgram, example: Any, axes: tuple[int, ...],
-                         refuses: bool) -> None:  # fmt: skip
+def _check_other_lengths(
+    model: nn.Module, program: ExportedProgram, example: Any, axes: tuple[int, ...], refuses: bool
+) -> None:
     """Run model and file on examples of other lengths. HapError where they differ, a warning where the file fails.
 
     `refuses` says that the file fails, as the program does, with lengths it was not captured for. Without that, as in
@@ -216,13 +230,17 @@ def _check_other_lengths(model: nn.Module, program: ExportedProgram, example: An
                 break
             where = f"where {' and '.join(f'axis {axis} has length {n}' for axis, n in lengths.items())}"
             if not (failed and refuses) and 1 not in lengths.values():
-                raise HapError(f"what torch.export captured of {name} does not compute the same {where}: {problem}. "
-                               f"{_advice(lengths, refuses)}.")  # fmt: skip
+                raise HapError(
+                    f"what torch.export captured of {name} does not compute the same {where}: {problem}. "
+                    f"{_advice(lengths, refuses)}."
+                )
             if not failed or lengths.get(0) == 1 or 1 not in lengths.values():
                 warned.append(f"{where} ({problem})")
     if missing:
-        raise HapError(f"{name} runs with no other lengths of axes {tuple(sorted(missing))} than those of the example; "
-                       "leave them out of dynamic_axes")  # fmt: skip
+        raise HapError(
+            f"{name} runs with no other lengths of axes {tuple(sorted(missing))} than those of the example; "
+            "leave them out of dynamic_axes"
+        )
     if warned:
         warnings.warn(f"the file does not compute what {name} does {', '.join(warned)}", stacklevel=3)
 
@@ -365,8 +383,9 @@ def _is_unknown(node: Node) -> bool:
     return node.target in _IN_OTHER_WORDS
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any,
-               **kwargs: Any) -> Tensor:  # fmt: skip
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
     """Attention as the products and the softmax that it is. These add a mask, also one that says where to look."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

@@ -9,9 +9,13 @@ from torch import Tensor, fx, nn
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
-)  # fmt: skip
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+)
 _TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 
 
@@ -68,8 +72,10 @@ def _absorb(node: fx.Node, module: fx.GraphModule, scale: Tensor, shift: Tensor)
         moved = shift if bias is None else shift + scale * _tensor(module, bias).double()
         folded = _scaled(weight.double(), scale, _transposed_groups(node))
         with module.graph.inserting_before(node):
-            made = [_attribute(module, f"{node.name}_{name}", value.to(weight.dtype, copy=True))
-                    for name, value in (("weight", folded), ("bias", moved))]  # fmt: skip
+            made = [
+                _attribute(module, f"{node.name}_{name}", value.to(weight.dtype, copy=True))
+                for name, value in (("weight", folded), ("bias", moved))
+            ]
         node.args = (args[0], *made, *args[3:])
 
 

@@ -1,4 +1,9 @@
-"""The model zoo: a table of names, and the way to any other network through `package.module:factory`."""
+"""The model zoo: a table of names, and the way to any other network through `package.module:factory`.
+
+`build` makes a fresh network of the zoo, `resolve` also finds networks of others; `pretrained.py` (`hap.zoo`) loads
+trained ones. The networks (`cifar_resnet.py`, `preresnet.py`, `resnet.py`, `vgg.py`) are flat files of plain torch.
+Import from here.
+"""
 
 import importlib
 import inspect
@@ -65,7 +70,16 @@ def info(name: str) -> ModelInfo:
 
 
 def build(name: str, classes: int | None = None, **options: Any) -> nn.Module:
-    """A freshly initialised network of the zoo, by default with as many classes as its usual data set."""
+    """A freshly initialised network of the zoo.
+
+    Arguments:
+        name: one of `names()`.
+        classes: as many as its usual data set has, by default.
+        options: what the network's class takes by keyword, such as stride_in_1x1 for resnet50.
+
+    >>> build("resnet20", classes=100).fc
+    Linear(in_features=64, out_features=100, bias=True)
+    """
     entry = info(name)
     _check_options(entry, options)
     return entry.factory(classes=_checked_classes(entry.classes if classes is None else classes), **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ from torch import nn
 from hap import models
 from hap.errors import HapError
 from hap.io.checkpoint import load as load_checkpoint
-from hap.io.checkpoint import read
-from hap.utils.atomic_files import digest, read_record, write_json
+from hap.utils.atomic_files import digest
 
 MANIFEST = "manifest.json"
 BESIDE = Path(__file__).parents[3] / "zoo"
 """The folder of a clone, if the package runs from its source."""
-RUN_AGAIN = "get it again from the repository, or delete it and run hap reproduce again"
 
 
 @dataclass(frozen=True)
@@ -102,31 +100,3 @@ def _folder(folder: str | Path | None) -> Path:
     if folder is not None:
         return Path(folder)
     return BESIDE if BESIDE.is_dir() else Path("zoo")
-
-
-def write_manifest(chosen: Mapping[str, str], folder: Path, results: Path) -> dict[str, Entry]:
-    """Describe the chosen networks (name -> name of the run) that have a file in `folder` and a result in `results`."""
-    found = {}
-    for name, run in chosen.items():
-        file, result = folder / f"{run}.safetensors", results / f"{run}.json"
-        if file.is_file() and result.is_file():
-            found[name] = _entry(file, result)
-    write_json(folder / MANIFEST, {"kind": "hap-zoo-files", "format": 1,
-                                   "networks": {n: asdict(e) for n, e in found.items()}})  # fmt: skip
-    return found
-
-
-def _entry(file: Path, result: Path) -> Entry:
-    record = read_record(result, ("name", "model", "params", "macs"), RUN_AGAIN)
-    about = read(file).about
-    if about.get("result", "").removesuffix(".json") != record["name"]:
-        raise HapError(f"{file} says that it is of {about.get('result')!r}, not of {record['name']!r}")
-    half = record.get("accuracy_in_half_precision", record.get("accuracy_as_stored"))
-    if half is None or "classes" not in about:
-        what = f"{result} has no accuracy_in_half_precision" if half is None else f"{file} does not say its classes"
-        raise HapError(f"{what}: it is damaged; {RUN_AGAIN}")
-    return Entry(
-        file=file.name, sha256=digest(file), model=record["model"], classes=about["classes"], accuracy=half,
-        params=record["params"], macs=record["macs"], params_left=record.get("params_left", 1.0),
-        macs_left=record.get("macs_left", 1.0), result=f"results/{result.parent.name}/{result.name}",
-    )  # fmt: skip

@@ -53,7 +53,7 @@ class ScoringContext:
 
     model: nn.Module
     groups: Groups
-    given: Iterable[Any] | None
+    data: Iterable[Any] | None
     loss: Loss | None
 
     @cached_property
@@ -63,6 +63,11 @@ class ScoringContext:
         parameters = dict(self.model.named_parameters())
         return {name: parameters[name].detach() for name in names}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are that compute units."""
+        return next(iter(self.weights.values())).device
+
     @cached_property
     def sharded(self) -> bool:
         """Whether the processes hold shards of the weights, so that all must run the model in step."""
@@ -71,11 +76,11 @@ class ScoringContext:
     @cached_property
     def batches(self) -> list[Batch]:
         """The calibration batches, checked, on the model's device."""
-        if self.given is None or self.loss is None:
+        if self.data is None or self.loss is None:
             raise HapError("this criterion needs data: pass batches, an iterable of (input, target), and a loss")
         if (bad := draws_when_scored(self.model)) is not None:
             raise HapError(f"{bad} is in training mode, so scores would depend on the batch; call model.eval() first")
-        return list(pairs(self.given, next(iter(self.model.parameters())).device))
+        return list(pairs(self.data, next(iter(self.model.parameters())).device))
 
     def evaluate(self, weights: dict[str, Tensor], batch: Batch) -> tuple[Any, Tensor]:
         """Output and loss on a batch with these weights in place of the model's own."""
@@ -119,7 +124,7 @@ class ScoringContext:
     def shares(self) -> list[float]:
         """Each batch's share of the samples of all processes: the weight of its mean loss in the whole."""
         sizes = [samples(b) for b in self.batches]
-        total = distributed.total(sum(sizes), next(iter(self.weights.values())).device)
+        total = distributed.total(sum(sizes), self.device)
         return [size / total for size in sizes]
 
     def per_unit(self, group: Group, producer: Producer, values: Tensor) -> Tensor:
@@ -162,7 +167,7 @@ class ScoringContext:
 
 def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
     """Sum one value per index of a producer's axis (the last of `values`) into one value per unit, in float64."""
-    values = distributed.whole(values)
+    values = distributed.gathered(values)
     owned = torch.from_numpy(np.flatnonzero(producer.unit >= 0)).to(values.device)
     unit = torch.from_numpy(producer.unit[producer.unit >= 0]).to(values.device)
     out = torch.zeros(*values.shape[:-1], len(group), dtype=torch.float64, device=values.device)

@@ -20,9 +20,9 @@ from hap.groups.types import Group, Producer
 from hap.scoring.affine import affine_norms
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import BATCH_FIRST, Batch
-from hap.scoring.gauss_newton import SURVEYED, Tap, backward, cut, of_one_sample, over_samples, survey
+from hap.scoring.gauss_newton import SURVEYED, Tap, backward, of_one_sample, over_samples, samples_of, survey
 from hap.scoring.hessian_trace import MOST_OUTPUTS
-from hap.scoring.hutchinson import quiet
+from hap.scoring.hutchinson import without_vmap_warnings
 from hap.scoring.outputs import CannotSample
 from hap.scoring.row_norms import computes_as
 
@@ -55,7 +55,7 @@ class GateCurvature(Criterion):
             raise HapError(f"draws={self.draws}; expected at least 2")
 
     def scores(self, problem: ScoringContext) -> Scores:
-        with quiet():
+        with without_vmap_warnings():
             return self._scores(problem)
 
     def _scores(self, problem: ScoringContext) -> Scores:
@@ -165,7 +165,7 @@ See = Callable[[Gate, Tensor, Tensor], None]
 
 def _check_samples(problem: ScoringContext, gates: Gates) -> None:
     """Refuse gates at which the first axis is not that of the samples: what one sample gives would reach others."""
-    batch, mixed = cut(problem.batches[0], slice(SURVEYED)), list[str]()
+    batch, mixed = samples_of(problem.batches[0], slice(SURVEYED)), list[str]()
 
     def see(gate: Gate, value: Tensor, gradient: Tensor) -> None:
         if gradient[:, 1:].any():
@@ -178,8 +178,9 @@ def _check_samples(problem: ScoringContext, gates: Gates) -> None:
         raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
 
 
-def _piece(problem: ScoringContext, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor,
-           at_once: int) -> dict[str, Tensor]:  # fmt: skip
+def _piece(
+    problem: ScoringContext, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int
+) -> dict[str, Tensor]:
     """sum over samples of sign (d(s . output)/dg)^2, (K, units) by group."""
     rows: dict[str, list[Tensor]] = {name: [] for name in problem.groups}
     slopes: dict[str, Tensor] = {}
@@ -207,15 +208,17 @@ def _slope(problem: ScoringContext, gate: Gate, value: Tensor, gradient: Tensor)
     each = torch.einsum("ncp,kncp->knc", x.reshape(*x.shape[:2], -1), g.reshape(*g.shape[:3], -1))
     group, (times, rest) = problem.groups[gate.group], divmod(each.shape[2], len(gate.unit.unit))
     if rest:
-        raise HapError(f"{gate.unit.weight} meets {each.shape[2]} indices of group {gate.group!r} on axis {axis}, and "
-                       f"not {len(gate.unit.unit)} or several times as many; {INSTEAD}")  # fmt: skip
+        raise HapError(
+            f"{gate.unit.weight} meets {each.shape[2]} indices of group {gate.group!r} on axis {axis}, and "
+            f"not {len(gate.unit.unit)} or several times as many; {INSTEAD}"
+        )
     return fold(group, gate.unit, each.unflatten(2, (times, -1)).sum(2))
 
 
 @contextmanager
 def _tapped(problem: ScoringContext, gates: Gates, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` for every gate that it goes by."""
-    anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)
+    anchor = torch.zeros((), device=problem.device, requires_grad=True)
 
     def tap(gate: Gate, value: Tensor) -> Tensor:
         kept = value.detach()

@@ -33,10 +33,7 @@ class GateGradient(Criterion):
     name: ClassVar[str] = "gate-gradient"
 
     def scores(self, problem: ScoringContext) -> Scores:
-        totals = {
-            n: torch.zeros(len(g), dtype=torch.float64, device=next(iter(problem.weights.values())).device)
-            for n, g in problem.groups.items()
-        }
+        totals = {n: torch.zeros(len(g), dtype=torch.float64, device=problem.device) for n, g in problem.groups.items()}
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
             for name, value in self._batch(problem, batch).items():
                 totals[name] += share * value

@@ -71,7 +71,7 @@ def survey(problem: ScoringContext) -> Survey:
     for name in problem.weights:
         if name not in problem.groups.used_once:
             return Survey(f"{name} is used other than by one call of the layer that owns it")
-    batch = cut(problem.batches[0], slice(SURVEYED))
+    batch = samples_of(problem.batches[0], slice(SURVEYED))
     count = samples(batch)
     mixed: dict[str, Tensor] = {}
     sizes: list[int] = []
@@ -135,11 +135,12 @@ def gauss_newton_traces(problem: ScoringContext, found: Survey, draws: int = 0, 
     return over_samples(problem, found, sizes, piece, draws, seed)
 
 
-def over_samples(problem: ScoringContext, found: Survey, sizes: dict[str, int], piece: Piece, draws: int,
-                 seed: int) -> dict[str, Tensor]:  # fmt: skip
+def over_samples(
+    problem: ScoringContext, found: Survey, sizes: dict[str, int], piece: Piece, draws: int, seed: int
+) -> dict[str, Tensor]:
     """The mean over all samples of what each adds: (1, units) by name, summed over the vectors s_k; with `draws` one
     row for each of so many random combinations of them. `sizes` are the numbers of units."""
-    device = next(iter(problem.weights.values())).device
+    device = problem.device
     totals = {n: torch.zeros(max(draws, 1), size, dtype=torch.float64, device=device) for n, size in sizes.items()}
     vectors = found.vectors_at_once(draws or found.outputs)
     pieces = Pieces(distributed.least(found.samples_at_once(vectors, device), device), halve=not problem.sharded)
@@ -151,10 +152,10 @@ def over_samples(problem: ScoringContext, found: Survey, sizes: dict[str, int], 
         curvature = output_curvature(problem, _outputs(problem, batch, pieces), batch)
         if curvature is None:
             continue
-        chosen = drawn_traces(curvature, draws, generator) if draws else curvature.factors
+        chosen = drawn_vectors(curvature, draws, generator) if draws else curvature.factors
 
         def work(part: slice, batch: Batch = batch, chosen: _Vectors = chosen) -> dict[str, Tensor]:
-            return piece(cut(batch, part), *chosen(part), vectors)
+            return piece(samples_of(batch, part), *chosen(part), vectors)
 
         for _, rows in pieces.of(samples(batch), work):
             for name, values in rows.items():
@@ -166,7 +167,7 @@ def over_samples(problem: ScoringContext, found: Survey, sizes: dict[str, int], 
 _Vectors = Callable[[slice], tuple[Tensor, Tensor]]
 
 
-def drawn_traces(curvature: OutputCurvature, draws: int, generator: torch.Generator) -> _Vectors:
+def drawn_vectors(curvature: OutputCurvature, draws: int, generator: torch.Generator) -> _Vectors:
     """Random vectors, drawn for the whole batch at once so that they do not depend on the size of the pieces."""
     vectors, signs = curvature.draw(draws, generator)
     return lambda part: (vectors[:, part], signs[:, part])
@@ -176,7 +177,7 @@ def _outputs(problem: ScoringContext, batch: Batch, pieces: Pieces) -> Tensor:
     """The outputs of a whole batch: a loss may weigh its samples by what else is in it."""
 
     def work(part: slice) -> Tensor:
-        output: Tensor = problem.evaluate({}, cut(batch, part))[0]
+        output: Tensor = problem.evaluate({}, samples_of(batch, part))[0]
         return output
 
     return torch.cat([output for _, output in pieces.of(samples(batch), work)])
@@ -201,7 +202,7 @@ def _piece(
     return {n: torch.cat(r) for n, r in rows.items()}
 
 
-def cut(value: Any, part: slice) -> Any:
+def samples_of(value: Any, part: slice) -> Any:
     """Some samples of a batch."""
     return pytree.tree_map(lambda t: t[part] if isinstance(t, Tensor) and t.ndim else t, value)
 
@@ -212,7 +213,7 @@ def cut(value: Any, part: slice) -> Any:
 @contextmanager
 def tapped(problem: ScoringContext, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` as it goes by each layer that owns a weight."""
-    anchor = torch.zeros((), device=next(iter(problem.weights.values())).device, requires_grad=True)
+    anchor = torch.zeros((), device=problem.device, requires_grad=True)
 
     def tap_of(name: str) -> Any:
         def tap(module: nn.Module, args: Any, output: Tensor) -> Tensor:

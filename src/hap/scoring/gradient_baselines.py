@@ -112,8 +112,7 @@ class DiagonalFisher(Criterion):
             return _for_each(one, problem.weights, own)
 
 
-def _for_each(loss: Callable[..., Tensor], weights: dict[str, Tensor],
-              values: dict[int, Tensor]) -> dict[str, Tensor]:  # fmt: skip
+def _for_each(loss: Callable[..., Tensor], weights: dict[str, Tensor], values: dict[int, Tensor]) -> dict[str, Tensor]:
     """The gradients of all samples, stacked: at once, or one by one if the model does what vmap cannot, such as to ask
     whether a mask hides anything, or to write into a tensor of its own. What fails one by one is an error."""
     try:

@@ -19,7 +19,7 @@ from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.deflation import Deflated
 from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
 from hap.scoring.hessian_operator import Hessian, Operator, Tensors
-from hap.scoring.hutchinson import diagonal_estimates, quiet, signs
+from hap.scoring.hutchinson import diagonal_estimates, signs, without_vmap_warnings
 from hap.scoring.input_checks import check_finite_scores
 from hap.scoring.outputs import CannotSample, use_probes
 from hap.scoring.over_all_slices import mean_squares
@@ -140,7 +140,7 @@ def _estimates(problem: ScoringContext, how: HessianTrace, block: int, jointly: 
     weights, known = problem.weights, Tensors()
     operator: Operator = Hessian(problem)
     if how.deflate:
-        with quiet():
+        with without_vmap_warnings():
             operator = rest = Deflated(operator, signs(weights, range(how.deflate), how.seed), how.chunk)
         known = rest.diagonal
     axes = dict.fromkeys((p.weight, p.dim) for g in problem.groups.values() for p in g.producers)

@@ -29,7 +29,7 @@ def diagonal_estimates(
 
         def work(part: slice, term: Term = term) -> Tensors:
             vectors = signs(weights, probes[part], seed)
-            with quiet():
+            with without_vmap_warnings():
                 products = term.products(vectors)
             return {n: v.mul_(products[n]) for n, v in vectors.items()}
 
@@ -48,7 +48,7 @@ def signs(weights: Tensors, probes: Sequence[int], seed: int) -> Tensors:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_vmap_warnings() -> Iterator[None]:
     """Without torch's remarks on operators that it runs one vector after the other."""
     with warnings.catch_warnings():
         warnings.filterwarnings(

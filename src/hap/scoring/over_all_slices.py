@@ -27,7 +27,7 @@ def all_slices(groups: Groups, group: Group) -> tuple[Producer, ...]:
 
 
 def with_all_slices(problem: ScoringContext) -> ScoringContext:
-    """The same problem in which a unit owns the slices that read it as well as those that compute it."""
+    """A context in which each unit owns the slices that read it as well as those that compute it."""
     groups = problem.groups
     grown = {n: replace(g, producers=all_slices(groups, g)) for n, g in groups.items()}
     return replace(problem, groups=replace(groups, groups=grown))

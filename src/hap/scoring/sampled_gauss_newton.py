@@ -21,7 +21,7 @@ def drawn_squares(
 ) -> dict[tuple[str, int], Tensor]:
     """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and index p of an axis of a
     weight: (draws, length). `inner` is the axis that a weight's layer reads with."""
-    device = next(iter(problem.weights.values())).device
+    device = problem.device
     generator = torch.Generator(device).manual_seed(seed)
     axes = [(name, dim) for name in problem.weights for dim in (0, 1)]
     totals = {

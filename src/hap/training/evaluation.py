@@ -22,7 +22,16 @@ class Evaluation:
 
 
 def evaluate(model: nn.Module, data: Data | Iterable[Batch], split: str = "test") -> Evaluation:
-    """Accuracy and loss in eval mode on the model's device. Iterables give batches of (input, target)."""
+    """Accuracy and loss in eval mode on the model's device. `hap.train` has an example.
+
+    Arguments:
+        model: turns inputs into one logit for each class.
+        data: a data set, or an iterable of (input, target).
+        split: which part of a data set, "test" or "train".
+
+    Returns:
+        Accuracy, mean cross-entropy, and the number of examples.
+    """
     device = device_of(model)
     size = 2000 if device.type == "cuda" else 100  # larger batches leave a CPU's cache
     batches = data.batches(split, size) if isinstance(data, Data) else data

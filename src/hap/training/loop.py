@@ -53,10 +53,29 @@ def train(
 ) -> History:
     """Train `model` in place on the device of its parameters and leave it in eval mode.
 
-    Under torch.distributed all processes call this with the same model and data; each takes its part of every batch.
-    With `checkpoint`, the same call takes up an interrupted training after its last written epoch, or returns
-    at once when it was finished; the model's weights at the call then do not count. `graphs=False` turns off
-    CUDA graphs for networks that cannot be recorded.
+    Arguments:
+        model: turns images into one logit for each class.
+        data: what `hap.data.load` returns. Under torch.distributed all processes pass the same model and data, and each
+            takes its part of every batch.
+        recipe: see `hap.recipes.get`.
+        teacher: a network to learn from as well, if the recipe has `distill`.
+        checkpoint: a file from which the same call takes up an interrupted training after its last written epoch, or
+            returns at once when it was finished; the model's weights at the call then do not count.
+        log_dir: a folder for TensorBoard.
+        progress: whether to show a bar.
+        graphs: False turns off CUDA graphs, for networks that cannot be recorded.
+
+    Returns:
+        Loss, learning rate, accuracy and time of each epoch.
+
+    >>> import hap
+    >>> split = hap.data.Split(torch.randint(0, 256, (64, 1, 8, 8), dtype=torch.uint8), torch.arange(64) % 2)
+    >>> data = hap.data.Data(split, split, classes=2, mean=(0.5,), std=(0.3,), name="noise")
+    >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    >>> hap.train(model, data, hap.Recipe(epochs=2, batch=32), progress=False).epochs
+    2
+    >>> hap.evaluate(model, data).count
+    64
     """
     path = None if checkpoint is None else Path(checkpoint)
     return _train([model], data, [recipe], [teacher], [None], path, log_dir, None, progress, graphs)[0]

@@ -101,7 +101,11 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get(name: str, **overrides: Any) -> Recipe:
-    """A named recipe with some of its fields replaced."""
+    """A named recipe with some of its fields replaced.
+
+    >>> get("digits", epochs=2).epochs
+    2
+    """
     if name not in RECIPES:
         raise HapError(f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}")
     _check_fields(overrides)

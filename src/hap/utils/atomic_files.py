@@ -75,7 +75,7 @@ def check_writable(folder: str | Path) -> None:
 
 
 @contextmanager
-def held(folder: str | Path, advice: str) -> Iterator[None]:
+def locked(folder: str | Path, advice: str) -> Iterator[None]:
     """Inside, no other process can hold the folder; HapError, with `advice` on what to do, if one does already.
 
     A process that ends, however it does, lets go. Where there is no flock (Windows), nothing is held.

@@ -79,7 +79,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """All of a tensor that may lie in shards over the processes."""
     found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return found

@@ -20,7 +20,7 @@ from hap.io.checkpoint import load, read, save
 from hap.planning.plan import Plan
 from hap.training import History, evaluate
 from hap.training.loop import NotFinite
-from hap.utils.atomic_files import digest, held, write_json
+from hap.utils.atomic_files import digest, locked, write_json
 from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10 import batches
@@ -75,7 +75,7 @@ def work_off(
     if seconds is not None and seconds <= 0:
         raise HapError(f"seconds is {seconds}; expected how long to train at the most, more than 0")
     folders.check()
-    with held(folders.work, "wait until it has ended, or train other runs with another --work"):
+    with locked(folders.work, "wait until it has ended, or train other runs with another --work"):
         _work_off(jobs, data, folders, manner, seconds, revision, say)
 
 

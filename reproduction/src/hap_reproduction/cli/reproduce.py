@@ -186,10 +186,11 @@ def _show(chosen: list[Job], looks: list[Study], folders: Folders) -> None:
 def _render(folders: Folders, page: Path) -> None:
     from hap_reproduction.pages.results import write_results
     from hap_reproduction.pages.rows import read_records
+    from hap_reproduction.pages.zoo_manifest import write_manifest
 
     if not any(folders.results.glob("*.json")):
         raise HapError(f"there is no result file in {folders.results}: name the folder that has them with --results")
     read_records(folders.results)  # so that nothing is written where a file is damaged
-    manifest = hap.zoo.write_manifest(headline_networks(), folders.networks, folders.results)
+    manifest = write_manifest(headline_networks(), folders.networks, folders.results)
     for path in [*write_results(folders, page, manifest), folders.networks / hap.zoo.MANIFEST]:
         tell_written(path)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hap.models.pretrained import RUN_AGAIN
 from hap.utils.atomic_files import read_record
 from hap_reproduction.cifar10.job import Job
 from hap_reproduction.cifar10.jobs import LONG
 from hap_reproduction.cifar10.starting import IMAGES, BorrowedStep, EigenStep
+from hap_reproduction.pages.zoo_manifest import RUN_AGAIN
 
 Record = Mapping[str, Any]
 CRITERIA = {
