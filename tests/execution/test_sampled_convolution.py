@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hap
 from hap.errors import HapError
-from hap.execution.sampled_convolution import BETWEEN, FEWEST, Coarse, step_of
+from hap.execution.sampled_convolution import BETWEEN, FEWEST, SampledConvolutions, step_of
 from hap.verification.comparison import Comparison
 from hap.verification.verify import agree_at_some_places
 
@@ -64,7 +64,7 @@ def test_a_coarse_convolution_has_the_true_shape_and_even_changes_between_true_v
     x = torch.randn(2, 4, *[SIDE + 1] * axes, dtype=torch.float64)
     weight = torch.randn(8, 4 // settings.get("groups", 1), *[3] * axes, dtype=torch.float64)
     whole = call(x, weight, **settings)
-    with Coarse():
+    with SampledConvolutions():
         coarse = call(x, weight, **settings)
     step = step_of(whole.shape[-1])
     assert step > 1
@@ -83,7 +83,7 @@ def test_steps_leave_enough_places_of_all_kinds() -> None:
 def test_small_maps_and_transposed_convolutions_are_computed_whole() -> None:
     small, large = torch.randn(1, 4, 13, 13), torch.randn(1, 4, SIDE, SIDE)
     weight, turned = torch.randn(6, 4, 1, 1), torch.randn(4, 6, 3, 3)
-    with Coarse():
+    with SampledConvolutions():
         seen = functional.conv2d(small, weight), functional.conv_transpose2d(large, turned)
     assert torch.equal(seen[0], functional.conv2d(small, weight))
     assert torch.equal(seen[1], functional.conv_transpose2d(large, turned))

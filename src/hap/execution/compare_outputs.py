@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from hap.execution.calling import run
 from hap.execution.fast_copy import copy_with, deepcopied
 from hap.execution.masked_execution import NoEmptyHeads
-from hap.execution.model_outputs import known
-from hap.execution.sampled_convolution import Coarse
+from hap.execution.model_outputs import plain_outputs
+from hap.execution.sampled_convolution import SampledConvolutions
 from hap.utils.plain_mapping import as_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -26,11 +26,11 @@ VALUES = "the value of output"
 """How a difference begins that more precision could settle."""
 
 
-def output_tensors(model: nn.Module, example: Any, watched: bool = True, coarse: bool = False) -> list[Any]:
-    """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels; `coarse`, large
+def output_tensors(model: nn.Module, example: Any, watched: bool = True, sampled: bool = False) -> list[Any]:
+    """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels; `sampled`, large
     maps are computed at some places alone: see hap.places."""
-    with NoEmptyHeads() if watched else nullcontext(), Coarse() if coarse else nullcontext():
-        return [_real(x) for x in pytree.tree_leaves(known(run(model, example)))]
+    with NoEmptyHeads() if watched else nullcontext(), SampledConvolutions() if sampled else nullcontext():
+        return [_real(x) for x in pytree.tree_leaves(plain_outputs(run(model, example)))]
 
 
 def _real(value: Any) -> Any:

@@ -19,18 +19,18 @@ from hap.errors import HapError
 PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
-def known(output: Any) -> Any:
+def plain_outputs(output: Any) -> Any:
     """What a model returned, with None for objects that are no tensors. Mappings and dataclasses are dicts."""
-    return pytree.tree_map(_known, output)
+    return pytree.tree_map(_plain_value, output)
 
 
-def _known(x: Any) -> Any:
+def _plain_value(x: Any) -> Any:
     if isinstance(x, PLAIN):
         return x
     if isinstance(x, Mapping):
-        return known(dict(x))
+        return plain_outputs(dict(x))
     if is_dataclass(x) and not isinstance(x, type):
-        return known({field.name: getattr(x, field.name, None) for field in fields(x)})
+        return plain_outputs({field.name: getattr(x, field.name, None) for field in fields(x)})
     return None
 
 
@@ -44,11 +44,11 @@ def _with_plain_tuples(output: Any) -> Any:
 
 
 @contextmanager
-def returning_what_is_known(model: nn.Module, plain_tuples: bool = False) -> Iterator[None]:
+def returning_plain_outputs(model: nn.Module, plain_tuples: bool = False) -> Iterator[None]:
     """Inside, the model returns no more than that. HapError, while it runs: there is no tensor in it."""
 
     def leave_out(module: nn.Module, args: Any, output: Any) -> Any:
-        found = known(output)
+        found = plain_outputs(output)
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(found)):
             raise HapError(
                 f"{type(module).__name__} returns a {type(output).__name__}, in which no tensor is found; expected "

@@ -21,7 +21,7 @@ BETWEEN = {3: "linear", 4: "bilinear", 5: "trilinear"}
 """How values in between are found, by the number of axes of a tensor."""
 
 
-class Coarse(TorchDispatchMode):
+class SampledConvolutions(TorchDispatchMode):
     """Inside, convolutions are computed at some places of a map: results have their true shapes and values of their
     kind."""
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from hap.execution.calling import call_arguments, call_with, copied, eval_mode, run, seeded
 from hap.execution.compare_outputs import difference, in_float64
 from hap.execution.double_backward import differentiable
-from hap.execution.model_outputs import known
+from hap.execution.model_outputs import plain_outputs
 
 SILENT = 1e-6
 """Rows of weights with so many times less to say than others of the same heads may say nothing."""
@@ -33,7 +33,7 @@ Rows = tuple[str, int, Tensor]
 
 
 def _real(outputs: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(known(outputs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in pytree.tree_leaves(plain_outputs(outputs)) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 # ---- heads --------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def indistinguishable_heads(
             return []
         model, example = in_float64(model, example)
         silent = _silent_rows(model, example, groups, SILENT)
-        wanted = pytree.tree_leaves(known(run(model, example))) if silent else []
+        wanted = pytree.tree_leaves(plain_outputs(run(model, example))) if silent else []
         return [name for name, rows in silent.items() if _idle(model, example, rows, wanted)]
     except Exception:  # double precision, or derivatives, are more than some models can do
         return []
@@ -103,5 +103,5 @@ def _idle(model: nn.Module, example: Any, rows: list[Rows], wanted: list[Any]) -
         changed[weight] = tensor.index_copy(dim, place, drawn)
     args, kwargs = copied(call_arguments(example))
     with eval_mode(model), torch.no_grad(), seeded():
-        seen = pytree.tree_leaves(known(call_with(model, changed, args, kwargs)))
+        seen = pytree.tree_leaves(plain_outputs(call_with(model, changed, args, kwargs)))
     return difference(wanted, seen, tolerance=SAME) is None
