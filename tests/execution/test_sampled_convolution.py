@@ -1,4 +1,4 @@
-"""hap.places: the check of apply_ computes large maps at some places alone, and all of them where that does not do."""
+"""The check of apply_ computes large maps at some places alone, and all of them where that does not do."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from hap.verification.comparison import Comparison
 from hap.verification.verify import agree_at_some_places
 
 SIDE = 56
-CONVOLUTIONS = [
-    {}, {"padding": 1}, {"padding": "same"}, {"padding": "valid"}, {"stride": 2, "padding": 1}, {"dilation": 2},
-    {"groups": 2}, {"stride": 2, "padding": 2, "dilation": 2, "groups": 4},
-]  # fmt: skip
+CONVOLUTIONS: list[dict[str, Any]] = [{}, {"padding": 1}, {"padding": "same"}, {"padding": "valid"}]
+CONVOLUTIONS += [{"stride": 2, "padding": 1}, {"dilation": 2}, {"groups": 2}]
+CONVOLUTIONS += [{"stride": 2, "padding": 2, "dilation": 2, "groups": 4}]
 
 
 class Net(nn.Module):
@@ -151,9 +150,13 @@ class ByTurns(Net):
 
 
 MIXED = {
-    "interleaved": ("other.weight", 0, 1), "shuffled": ("first.weight", 0, 4), "unshuffled": ("second.weight", 1, 4),
-    "differences": ("second.weight", 1, 1), "signs": ("second.weight", 1, 1), "plain": ("head.weight", 1, 1),
-}  # fmt: skip
+    "interleaved": ("other.weight", 0, 1),
+    "shuffled": ("first.weight", 0, 4),
+    "unshuffled": ("second.weight", 1, 4),
+    "differences": ("second.weight", 1, 1),
+    "signs": ("second.weight", 1, 1),
+    "plain": ("head.weight", 1, 1),
+}
 """Which cut is mixed up, and how many of its entries belong together: the first of them stays where it is."""
 
 

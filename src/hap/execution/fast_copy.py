@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from hap.errors import HapError
 from hap.utils.module_tree import every_module, named_tensors, set_mode
 
-ATOMS = frozenset({
-    int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, BuiltinFunctionType,
-})  # fmt: skip
+NUMBERS_AND_TEXT = (int, float, complex, bool, str, bytes, type(None))
+ATOMS = frozenset((*NUMBERS_AND_TEXT, type, torch.dtype, torch.device, BuiltinFunctionType))
 """Types of which deepcopy returns the value itself."""
 MODEL = -1
 """Where a memo notes whose copy is made, and then the ids of all modules and tensors in it."""
@@ -64,24 +63,19 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
 
 def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     """The function with copies in place of what it reaches of the model; the function itself, if that is nothing."""
-    if not _reaches(function, _ids_of_model(memo), set()):
+    own = _ids_of_model(memo)
+    if not _reaches(function, own, set()):
         return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    names = {
-        name: deepcopied(value, memo)
-        for name, value in _global_modules(function)
-        if _reaches(value, _ids_of_model(memo), set())
-    }
-    made = FunctionType(
-        function.__code__, function.__globals__ | names if names else function.__globals__, function.__name__,
-        function.__defaults__, cells,
-    )  # fmt: skip
+    names = {name: deepcopied(x, memo) for name, x in _global_modules(function) if _reaches(x, own, set())}
+    globals_ = function.__globals__ | names if names else function.__globals__
+    made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, cells)
     memo[id(function)] = made
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
     for cell, (old, held) in zip(cells, _closure_contents(function), strict=True):
         if held:
-            cell.cell_contents = deepcopied(old, memo) if _reaches(old, _ids_of_model(memo), set()) else old
+            cell.cell_contents = deepcopied(old, memo) if _reaches(old, own, set()) else old
     return made
 
 
@@ -130,12 +124,12 @@ def _global_modules(function: FunctionType) -> list[tuple[str, nn.Module]]:
 
 
 def lazy_clone(tensor: Tensor) -> Tensor:
-    """A tensor with the same values in memory of its own: that of a large one is copied once either is written to."""
+    """A clone of a tensor. The memory of a large one is not copied before either of the two is written to."""
     return torch._lazy_clone(tensor) if _can_be_lazy(tensor) else tensor.clone()
 
 
 def finish_clones(tensors: Iterable[Tensor]) -> None:
-    """Nothing is left to be copied later. Where the clones are gone, nothing is copied at all."""
+    """Copy now what lazy clones of these tensors left to be copied later. If the clones are gone, nothing is copied."""
     for tensor in filter(_can_be_lazy, tensors):
         tensor.data_ptr()  # whoever asks for it may write there
 

@@ -30,20 +30,17 @@ _multi_head = FunctionType(
     _MULTI_HEAD.__code__, vars(functional) | {"has_torch_function": lambda _: False}, None, _MULTI_HEAD.__defaults__
 )
 """The same code, which does not ask a mode to take its place, so that a mode gets to see what it calls."""
-POINTWISE = {
-    functional.gelu, functional.silu, torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh, torch.exp, Tensor.exp,
-}  # fmt: skip
+POINTWISE = {functional.gelu, functional.silu, torch.sigmoid, torch.tanh, torch.exp}
+POINTWISE |= {Tensor.sigmoid, Tensor.tanh, Tensor.exp}
 """Functions of single elements. Kernels round differently at the end of a row, where no whole vector is left."""
 VECTOR = 64
 """A multiple of the elements in a vector."""
 ROOM = 1 << 30
 """How many bytes of what layers read and compute are held at most, so as not to compute it twice."""
 
-_READS_NO_VALUES = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse", "is_quantized",
-                 "is_meta", "is_nested", "is_leaf", "grad")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex}  # fmt: skip
+_FIELDS = "shape dtype device ndim layout requires_grad grad is_leaf is_cuda is_sparse is_quantized is_meta is_nested"
+_READS_NO_VALUES = {getattr(Tensor, name).__get__ for name in _FIELDS.split()}
+_READS_NO_VALUES |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex}
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ Operands = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """A copy of what a function computed, and from what. `versions` tell if that was written to since."""
+    """A copy of what a function computed, and its operands. `versions` tell if these were written to since."""
 
     operands: Operands
     rest: tuple[Any, ...]
@@ -142,7 +139,7 @@ class Result:
         return cls(operands, rest, value.clone(), _versions(operands))
 
     def reused(self, operands: Operands, rest: tuple[Any, ...]) -> Tensor | None:
-        """The same value, if it is to be computed from the same, to the last bit."""
+        """The value, if these operands equal the recorded ones to the last bit; else None."""
         unchanged = self.rest == rest and _versions(self.operands) == self.versions
         same = unchanged and all(a is b or _equal(a, b) for a, b in zip(self.operands, operands, strict=True))
         return self.value if same else None
@@ -157,9 +154,9 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class RecordedResults(TorchFunctionMode):
-    """Inside, what layers with these weights compute is noted, by the weight's name, and what attention does.
+    """Records what layers with these weights compute inside, by the weight's name, and what attention does.
 
-    To hold two models against each other that have much in common: what both compute alike is computed once.
+    A second model that has much in common with the first then computes the rest alone.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]):
@@ -190,12 +187,12 @@ class RecordedResults(TorchFunctionMode):
             self.results.setdefault((func, name), []).append(Result.of(operands, rest, value))
 
     def reused(self, func: Any, name: str, operands: Operands, rest: tuple[Any, ...]) -> Tensor | None:
-        """What was noted for the first of these calls that was not asked for yet, if it was the same one."""
+        """What the first call that was not asked for yet returned, if it had the same operands; else None."""
         known = self.results.get((func, name), [])
         return known.pop(0).reused(operands, rest) if known else None
 
     def layer(self, func: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-        """The layer with the weight of this name, which computes only what it did not compute before."""
+        """The layer with the weight of this name, which computes only what is not recorded."""
 
         def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
             known = self.reused(func, name, (x, weight, bias), rest)
