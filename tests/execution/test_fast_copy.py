@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from hap.execution.fast_copy import LARGE, apart, cloned, deepcopied
+from hap.execution.fast_copy import LARGE, deepcopied, finish_clones, lazy_clone
 
 
 class Odd(nn.Module):
@@ -97,20 +97,20 @@ def test_what_belongs_to_a_graph_is_copied_without_it() -> None:
 @pytest.mark.parametrize("count", [3, LARGE // 4])
 def test_neither_a_clone_nor_its_original_sees_what_is_written_to_the_other(count: int) -> None:
     tensor = torch.ones(count)
-    clones = [nn.Parameter(cloned(tensor)) for _ in range(3)]
+    clones = [nn.Parameter(lazy_clone(tensor)) for _ in range(3)]
     clones[0].data.add_(1)
     clones[1].detach().numpy()[0] = 5
     tensor.mul_(3)
     assert [float(x[0]) for x in (tensor, *clones)] == [3, 2, 5, 1]
-    apart([tensor])
+    finish_clones([tensor])
     assert (tensor == 3).all() and (clones[2] == 1).all()
 
 
 def test_a_large_clone_that_nobody_writes_to_takes_no_memory() -> None:
     tensor = torch.ones(LARGE // 4)
-    clone = cloned(tensor)
+    clone = lazy_clone(tensor)
     held = torch._C._is_cow_tensor(tensor) and torch._C._is_cow_tensor(clone)  # type: ignore[attr-defined]
-    assert held == hasattr(torch, "_lazy_clone") and not torch._C._is_cow_tensor(cloned(tensor[:3]))  # type: ignore[attr-defined]
+    assert held == hasattr(torch, "_lazy_clone") and not torch._C._is_cow_tensor(lazy_clone(tensor[:3]))  # type: ignore[attr-defined]
     del clone
-    apart([tensor])
+    finish_clones([tensor])
     assert not torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]

@@ -13,14 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import hap
 from cases import CASES
 from checks import gap, random_plan, traced
-from hap.execution.masked_execution import ATTENTION, POINTWISE, NoEmptyHeads, Remembering, SkippingZeros
+from hap.execution.masked_execution import ATTENTION, POINTWISE, NoEmptyHeads, RecordedResults, SkippingZeros
 from hap.verification import comparison
-from hap.verification.comparison import Comparison, cuts_of, sparse_tensor
+from hap.verification.comparison import Comparison, cuts_of, sparse_weight
 from hap.verification.verify import check_by_running, masked_outputs
 
 
 def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> list[object]:
-    return masked_outputs(Comparison(model, plan, example), Remembering({}) if skip else None)
+    return masked_outputs(Comparison(model, plan, example), RecordedResults({}) if skip else None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,7 +63,7 @@ def test_zeros_are_neither_multiplied_nor_written_out() -> None:
         counts.append(counter.get_total_flops())
     assert counts[1] < 0.2 * counts[0]
     weight, cuts = model.wide.weight.detach(), cuts_of(plan)["wide.weight"]
-    thin = sparse_tensor("wide.weight", weight, Comparison(model, plan, example).cut["wide.weight"], {}, cuts)
+    thin = sparse_weight("wide.weight", weight, Comparison(model, plan, example).cut["wide.weight"], {}, cuts)
     assert thin.placeholder().untyped_storage().nbytes() == weight.element_size()
 
 
@@ -156,7 +156,7 @@ def test_what_was_written_to_since_is_computed_again() -> None:
     plan = hap.draft(hap.trace(Plain().double(), example), {"wide": range(150)})
     with pytest.raises(hap.HapError, match="the value of output 0 is off"):
         hap.apply_(model, plan, example)
-    known = Remembering(dict(model.named_parameters()))
+    known = RecordedResults(dict(model.named_parameters()))
     with torch.no_grad(), known:
         model(example)
     x = torch.randn(3, 300, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_attention_leaves_out_heads_of_zeros(mask: tuple[int, ...] | None, flat:
     v[..., 1:3, :, :] = 0
     bias = None if mask is None else torch.randn(mask, dtype=torch.float64)
     few = [x[..., [0, 3], :, :] for x in (q, k, v)]
-    known = Remembering({})
+    known = RecordedResults({})
     with known:
         small = ATTENTION(
             few[0], few[1], few[2], attn_mask=bias if bias is None or bias.ndim == 2 else bias[..., [0, 3], :, :]
@@ -258,7 +258,7 @@ def test_pointwise_functions_give_the_same_bits_wherever_an_element_lies(func: A
     }[how]
     named = {"approximate": "tanh"} if func is functional.gelu else {}
     narrow, whole = made(wide[..., rows].contiguous()), made(wide)
-    with Remembering({}):
+    with RecordedResults({}):
         some = func(narrow, **named)
     with SkippingZeros({}):
         every = func(whole, **named)

@@ -1,4 +1,4 @@
-"""hap.places: the check of apply_ computes large maps at some places alone, and all of them where that does not do."""
+"""The check of apply_ computes large maps at some places alone, and all of them where that does not do."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hap
 from hap.errors import HapError
-from hap.execution.sampled_convolution import BETWEEN, FEWEST, Coarse, step_of
+from hap.execution.sampled_convolution import BETWEEN, FEWEST, SampledConvolutions, step_of
 from hap.verification.comparison import Comparison
 from hap.verification.verify import agree_at_some_places
 
 SIDE = 56
-CONVOLUTIONS = [
-    {}, {"padding": 1}, {"padding": "same"}, {"padding": "valid"}, {"stride": 2, "padding": 1}, {"dilation": 2},
-    {"groups": 2}, {"stride": 2, "padding": 2, "dilation": 2, "groups": 4},
-]  # fmt: skip
+CONVOLUTIONS: list[dict[str, Any]] = [{}, {"padding": 1}, {"padding": "same"}, {"padding": "valid"}]
+CONVOLUTIONS += [{"stride": 2, "padding": 1}, {"dilation": 2}, {"groups": 2}]
+CONVOLUTIONS += [{"stride": 2, "padding": 2, "dilation": 2, "groups": 4}]
 
 
 class Net(nn.Module):
@@ -64,7 +63,7 @@ def test_a_coarse_convolution_has_the_true_shape_and_even_changes_between_true_v
     x = torch.randn(2, 4, *[SIDE + 1] * axes, dtype=torch.float64)
     weight = torch.randn(8, 4 // settings.get("groups", 1), *[3] * axes, dtype=torch.float64)
     whole = call(x, weight, **settings)
-    with Coarse():
+    with SampledConvolutions():
         coarse = call(x, weight, **settings)
     step = step_of(whole.shape[-1])
     assert step > 1
@@ -83,7 +82,7 @@ def test_steps_leave_enough_places_of_all_kinds() -> None:
 def test_small_maps_and_transposed_convolutions_are_computed_whole() -> None:
     small, large = torch.randn(1, 4, 13, 13), torch.randn(1, 4, SIDE, SIDE)
     weight, turned = torch.randn(6, 4, 1, 1), torch.randn(4, 6, 3, 3)
-    with Coarse():
+    with SampledConvolutions():
         seen = functional.conv2d(small, weight), functional.conv_transpose2d(large, turned)
     assert torch.equal(seen[0], functional.conv2d(small, weight))
     assert torch.equal(seen[1], functional.conv_transpose2d(large, turned))
@@ -151,9 +150,13 @@ class ByTurns(Net):
 
 
 MIXED = {
-    "interleaved": ("other.weight", 0, 1), "shuffled": ("first.weight", 0, 4), "unshuffled": ("second.weight", 1, 4),
-    "differences": ("second.weight", 1, 1), "signs": ("second.weight", 1, 1), "plain": ("head.weight", 1, 1),
-}  # fmt: skip
+    "interleaved": ("other.weight", 0, 1),
+    "shuffled": ("first.weight", 0, 4),
+    "unshuffled": ("second.weight", 1, 4),
+    "differences": ("second.weight", 1, 1),
+    "signs": ("second.weight", 1, 1),
+    "plain": ("head.weight", 1, 1),
+}
 """Which cut is mixed up, and how many of its entries belong together: the first of them stays where it is."""
 
 

@@ -217,9 +217,9 @@ def test_what_cannot_be_copied_is_frozen_and_trace_says_so() -> None:
 @pytest.mark.parametrize("before", ["nothing", "a forward", "a forward without a graph"])
 def test_weights_that_a_hook_computes_are_cut_whatever_ran_before(last: str, before: str) -> None:
     normed = torch.nn.utils.weight_norm
-    head = nn.Conv1d(24, 4, 1)
-    model = nn.Sequential(normed(nn.Conv1d(8, 32, 3)), nn.ReLU(), normed(nn.Conv1d(32, 24, 1)), nn.ReLU(),
-                          normed(head) if last == "normed" else head).eval()  # fmt: skip
+    first, second, head = normed(nn.Conv1d(8, 32, 3)), normed(nn.Conv1d(32, 24, 1)), nn.Conv1d(24, 4, 1)
+    head = normed(head) if last == "normed" else head
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), head).eval()
     x = torch.randn(2, 8, 9)
     with torch.set_grad_enabled(before == "a forward"):
         model(x) if before != "nothing" else None
@@ -300,8 +300,8 @@ class Endless(nn.Sequential):
 def test_outputs_that_are_not_finite_are_named_as_the_reason() -> None:
     groups = hap.trace(Endless(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 2)).eval(), torch.randn(3, 8))
     why = next(f.why for f in groups.frozen if f.what == "0")
-    assert why == ("what the model returns without some of it cannot be compared: no output is finite on the example, "
-                   "so nothing can be compared")  # fmt: skip
+    what = "what the model returns without some of it cannot be compared"
+    assert why == f"{what}: no output is finite on the example, so nothing can be compared"
 
 
 class Halves(nn.Module):
@@ -422,13 +422,16 @@ class LooksInto(nn.Module):
         return self.head(self.blocks(x)) * (len(self.find(self.blocks)) / 40)
 
 
-@pytest.mark.parametrize("find", [
-    lambda blocks: blocks[-1][0].weight,
-    lambda blocks: blocks[-1].get_submodule("0").weight,
-    lambda blocks: next(blocks[-1].parameters()),
-], ids=["index", "name", "parameters"])  # fmt: skip
-def test_blocks_that_others_look_into_in_any_way_are_run(find: Callable[[nn.Sequential], Tensor]) -> None:
-    model, example = LooksInto(find).double().eval(), torch.randn(2, 5, 8).double()
+WAYS_TO_LOOK: dict[str, Callable[[nn.Sequential], Tensor]] = {
+    "index": lambda blocks: blocks[-1][0].weight,
+    "name": lambda blocks: blocks[-1].get_submodule("0").weight,
+    "parameters": lambda blocks: next(blocks[-1].parameters()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_LOOK)
+def test_blocks_that_others_look_into_in_any_way_are_run(way: str) -> None:
+    model, example = LooksInto(WAYS_TO_LOOK[way]).double().eval(), torch.randn(2, 5, 8).double()
     groups = hap.trace(model, example)
     assert "blocks.1.0" in groups and "blocks.3.0" not in groups
     hap.prune_(model, example, criterion="magnitude", flops=0.5)

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from hap.execution.calling import run
 from hap.execution.fast_copy import copy_with, deepcopied
 from hap.execution.masked_execution import NoEmptyHeads
-from hap.execution.model_outputs import known
-from hap.execution.sampled_convolution import Coarse
+from hap.execution.model_outputs import plain_outputs
+from hap.execution.sampled_convolution import SampledConvolutions
 from hap.utils.plain_mapping import as_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -26,11 +26,14 @@ VALUES = "the value of output"
 """How a difference begins that more precision could settle."""
 
 
-def output_tensors(model: nn.Module, example: Any, watched: bool = True, coarse: bool = False) -> list[Any]:
-    """Everything that the model returns, in one list. Not `watched`, torch may take its fused kernels; `coarse`, large
-    maps are computed at some places alone: see hap.places."""
-    with NoEmptyHeads() if watched else nullcontext(), Coarse() if coarse else nullcontext():
-        return [_real(x) for x in pytree.tree_leaves(known(run(model, example)))]
+def output_tensors(model: nn.Module, example: Any, watched: bool = True, sampled: bool = False) -> list[Any]:
+    """All that a model returns on an example, in one list.
+
+    Unless it is `watched`, torch may take its fused kernels. If it is `sampled`, convolutions of large maps are
+    computed at some places alone: see `sampled_convolution`.
+    """
+    with NoEmptyHeads() if watched else nullcontext(), SampledConvolutions() if sampled else nullcontext():
+        return [_real(x) for x in pytree.tree_leaves(plain_outputs(run(model, example)))]
 
 
 def _real(value: Any) -> Any:
@@ -41,7 +44,11 @@ def _real(value: Any) -> Any:
 def difference(
     wanted: Sequence[Any], seen: Sequence[Any], exact: bool = True, tolerance: Mapping[torch.dtype, float] = TOLERANCE
 ) -> str | None:
-    """How outputs differ by more than rounding, in words. Where they are not `exact`, only shapes and NaN tell."""
+    """How the outputs of two models differ by more than rounding, in words; None if they do not.
+
+    Unless they should be `exact`ly equal, only shapes and values that are not finite are compared. `tolerance` holds
+    what may be rounding for each dtype, relative to the largest value.
+    """
     if len(wanted) != len(seen):
         return f"it returns {len(seen)} values instead of {len(wanted)}"
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(wanted, seen, strict=True)) if isinstance(a, Tensor)]
@@ -80,13 +87,13 @@ def largest(x: Tensor) -> float:
 
 
 def measured_rounding(model: nn.Module, example: Any) -> dict[torch.dtype, float]:
-    """How far outputs may be off by rounding, relative to the largest, as seen with weights that differ in their last
-    digits alone. Small differences of large numbers, or a long recurrence, may well be off by more than is usual."""
+    """The tolerance for a model, measured with weights that differ in their last digits alone.
+
+    Small differences of large numbers, or a long recurrence, may well be off by more than is usual.
+    """
     random = torch.Generator().manual_seed(0)
-    changed = {
-        name: parameter.detach() * (1 + torch.finfo(parameter.dtype).eps * _signs(parameter, random))
-        for name, parameter in model.named_parameters() if parameter.is_floating_point()
-    }  # fmt: skip
+    real = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point()}
+    changed = {name: p * (1 + torch.finfo(p.dtype).eps * _signs(p, random)) for name, p in real.items()}
     tolerance = dict(TOLERANCE)
     for a, b in zip(output_tensors(model, example), output_tensors(copy_with(model, changed), example), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point() and a.numel() and (most := largest(a)) > 0:
@@ -104,7 +111,7 @@ def is_float32(model: nn.Module) -> bool:
 
 
 def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """Copies of both."""
+    """Copies of a model and its example in float64."""
     return deepcopied(model, {}).double(), example_in_float64(example)
 
 

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from hap.errors import HapError
 from hap.utils.module_tree import every_module, named_tensors, set_mode
 
-ATOMS = frozenset({
-    int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, BuiltinFunctionType,
-})  # fmt: skip
+NUMBERS_AND_TEXT = (int, float, complex, bool, str, bytes, type(None))
+ATOMS = frozenset((*NUMBERS_AND_TEXT, type, torch.dtype, torch.device, BuiltinFunctionType))
 """Types of which deepcopy returns the value itself."""
-OWN = -1
+MODEL = -1
 """Where a memo notes whose copy is made, and then the ids of all modules and tensors in it."""
 LARGE = 1 << 20
 """Tensors of as many bytes are not copied until they are written to."""
@@ -41,7 +40,7 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if kind is FunctionType:
-        return _rebound(value, memo)
+        return _copied_function(value, memo)
     if kind is MethodType:
         return MethodType(value.__func__, deepcopied(value.__self__, memo))
     if kind in DICTS and not getattr(value, "__dict__", None):
@@ -53,8 +52,8 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
         return value if kind is tuple else memo.setdefault(id(value), kind(value))
     if isinstance(value, Tensor) and not value.is_leaf:
         return memo.setdefault(id(value), value.detach().clone())
-    if isinstance(value, nn.Module) and _plain(kind):
-        memo.setdefault(OWN, value)
+    if isinstance(value, nn.Module) and _is_copied_as_usual(kind):
+        memo.setdefault(MODEL, value)
         made = memo[id(value)] = object.__new__(kind)
         state = value.__getstate__()
         made.__setstate__({n: item if type(item) in ATOMS else deepcopied(item, memo) for n, item in state.items()})
@@ -62,30 +61,29 @@ def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     """The function with copies in place of what it reaches of the model; the function itself, if that is nothing."""
-    if not _reaches(function, _own(memo), set()):
+    own = _ids_of_model(memo)
+    if not _reaches(function, own, set()):
         return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    names = {name: deepcopied(value, memo) for name, value in _globals(function) if _reaches(value, _own(memo), set())}
-    made = FunctionType(
-        function.__code__, function.__globals__ | names if names else function.__globals__, function.__name__,
-        function.__defaults__, cells,
-    )  # fmt: skip
+    names = {name: deepcopied(x, memo) for name, x in _global_modules(function) if _reaches(x, own, set())}
+    globals_ = function.__globals__ | names if names else function.__globals__
+    made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, cells)
     memo[id(function)] = made
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
-    for cell, (old, held) in zip(cells, _held(function), strict=True):
+    for cell, (old, held) in zip(cells, _closure_contents(function), strict=True):
         if held:
-            cell.cell_contents = deepcopied(old, memo) if _reaches(old, _own(memo), set()) else old
+            cell.cell_contents = deepcopied(old, memo) if _reaches(old, own, set()) else old
     return made
 
 
-def _own(memo: dict[int, Any]) -> Set[int]:
+def _ids_of_model(memo: dict[int, Any]) -> Set[int]:
     """The ids of the modules and tensors of the model that is copied."""
-    if isinstance(model := memo.get(OWN), nn.Module):
-        memo[OWN] = frozenset(map(id, (*every_module(model), *named_tensors(model).values())))
-    return memo.get(OWN, frozenset())
+    if isinstance(model := memo.get(MODEL), nn.Module):
+        memo[MODEL] = frozenset(map(id, (*every_module(model), *named_tensors(model).values())))
+    return memo.get(MODEL, frozenset())
 
 
 def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
@@ -97,7 +95,10 @@ def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
     seen.add(id(value))
     inside: Iterable[Any] = ()
     if isinstance(value, FunctionType):
-        inside = (*(old for old, held in _held(value) if held), *(item for _, item in _globals(value)))
+        inside = (
+            *(old for old, held in _closure_contents(value) if held),
+            *(item for _, item in _global_modules(value)),
+        )
     elif isinstance(value, MethodType):
         inside = (value.__self__,)
     elif isinstance(value, tuple | list | dict):
@@ -105,7 +106,7 @@ def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
     return any(_reaches(item, own, seen) for item in inside)
 
 
-def _held(function: FunctionType) -> list[tuple[Any, bool]]:
+def _closure_contents(function: FunctionType) -> list[tuple[Any, bool]]:
     """What the cells of a function's closure hold, and whether they hold anything yet."""
     found = []
     for cell in function.__closure__ or ():
@@ -116,24 +117,24 @@ def _held(function: FunctionType) -> list[tuple[Any, bool]]:
     return found
 
 
-def _globals(function: FunctionType) -> list[tuple[str, nn.Module]]:
+def _global_modules(function: FunctionType) -> list[tuple[str, nn.Module]]:
     """Modules that a function reaches by the names of global variables."""
     known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
     return [(name, value) for name, value in known if isinstance(value, nn.Module)]
 
 
-def cloned(tensor: Tensor) -> Tensor:
-    """A tensor with the same values in memory of its own: that of a large one is copied once either is written to."""
-    return torch._lazy_clone(tensor) if _lazily(tensor) else tensor.clone()
+def lazy_clone(tensor: Tensor) -> Tensor:
+    """A clone of a tensor. The memory of a large one is not copied before either of the two is written to."""
+    return torch._lazy_clone(tensor) if _can_be_lazy(tensor) else tensor.clone()
 
 
-def apart(tensors: Iterable[Tensor]) -> None:
-    """Nothing is left to be copied later. Where the clones are gone, nothing is copied at all."""
-    for tensor in filter(_lazily, tensors):
+def finish_clones(tensors: Iterable[Tensor]) -> None:
+    """Copy now what lazy clones of these tensors left to be copied later. If the clones are gone, nothing is copied."""
+    for tensor in filter(_can_be_lazy, tensors):
         tensor.data_ptr()  # whoever asks for it may write there
 
 
-def _lazily(tensor: Tensor) -> bool:
+def _can_be_lazy(tensor: Tensor) -> bool:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
     return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
 
@@ -159,7 +160,7 @@ def copy_with(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
 
 
 @lru_cache(maxsize=4096)
-def _plain(kind: Any) -> bool:
+def _is_copied_as_usual(kind: Any) -> bool:
     """Whether all that makes a module of this class is among its attributes, and it has no way of its own to copy."""
     ways = (kind.__new__, kind.__reduce_ex__, kind.__reduce__, kind.__getstate__)
     usual = (object.__new__, object.__reduce_ex__, object.__reduce__, nn.Module.__getstate__)

@@ -30,24 +30,21 @@ _multi_head = FunctionType(
     _MULTI_HEAD.__code__, vars(functional) | {"has_torch_function": lambda _: False}, None, _MULTI_HEAD.__defaults__
 )
 """The same code, which does not ask a mode to take its place, so that a mode gets to see what it calls."""
-POINTWISE = {
-    functional.gelu, functional.silu, torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh, torch.exp, Tensor.exp,
-}  # fmt: skip
+POINTWISE = {functional.gelu, functional.silu, torch.sigmoid, torch.tanh, torch.exp}
+POINTWISE |= {Tensor.sigmoid, Tensor.tanh, Tensor.exp}
 """Functions of single elements. Kernels round differently at the end of a row, where no whole vector is left."""
 VECTOR = 64
 """A multiple of the elements in a vector."""
 ROOM = 1 << 30
 """How many bytes of what layers read and compute are held at most, so as not to compute it twice."""
 
-_READS_NO_VALUES = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse", "is_quantized",
-                 "is_meta", "is_nested", "is_leaf", "grad")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex}  # fmt: skip
+_FIELDS = "shape dtype device ndim layout requires_grad grad is_leaf is_cuda is_sparse is_quantized is_meta is_nested"
+_READS_NO_VALUES = {getattr(Tensor, name).__get__ for name in _FIELDS.split()}
+_READS_NO_VALUES |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex}
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseWeight:
     """A tensor of this shape that is `small` at the given indices of some axes and zero elsewhere."""
 
     small: Tensor
@@ -87,8 +84,8 @@ class Sparse:
         shape = [*some.shape[:channels], self.shape[0], *some.shape[some.ndim + channels + 1 :]]
         if bias is None:
             return some.new_zeros(shape).index_copy_(channels, rows, some)
-        along = bias.to(some.dtype).view(-1, *[1] * (-channels - 1))
-        return along.expand(shape).clone(memory_format=torch.contiguous_format).index_copy_(channels, rows, some)
+        filled = bias.to(some.dtype).view(-1, *[1] * (-channels - 1))
+        return filled.expand(shape).clone(memory_format=torch.contiguous_format).index_copy_(channels, rows, some)
 
     def _grouped(self, groups: int, per: int) -> tuple[Tensor | None, int] | None:
         """The inputs that count and the number of groups left, if whole groups went, or equally many of each.
@@ -125,30 +122,30 @@ def _is_pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-Given = tuple[Tensor | None, ...]
+Operands = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A copy of what a function computed, and from what. `versions` tell if that was written to since."""
+    """A copy of what a function computed, and its operands. `versions` tell if these were written to since."""
 
-    given: Given
+    operands: Operands
     rest: tuple[Any, ...]
     value: Tensor
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, given: Given, rest: tuple[Any, ...], value: Tensor) -> Result:
-        return cls(given, rest, value.clone(), _versions(given))
+    def of(cls, operands: Operands, rest: tuple[Any, ...], value: Tensor) -> Result:
+        return cls(operands, rest, value.clone(), _versions(operands))
 
-    def again(self, given: Given, rest: tuple[Any, ...]) -> Tensor | None:
-        """The same value, if it is to be computed from the same, to the last bit."""
-        unchanged = self.rest == rest and _versions(self.given) == self.versions
-        same = unchanged and all(a is b or _equal(a, b) for a, b in zip(self.given, given, strict=True))
+    def reused(self, operands: Operands, rest: tuple[Any, ...]) -> Tensor | None:
+        """The value, if these operands equal the recorded ones to the last bit; else None."""
+        unchanged = self.rest == rest and _versions(self.operands) == self.versions
+        same = unchanged and all(a is b or _equal(a, b) for a, b in zip(self.operands, operands, strict=True))
         return self.value if same else None
 
 
-def _versions(tensors: Given) -> tuple[int, ...]:
+def _versions(tensors: Operands) -> tuple[int, ...]:
     return tuple(t._version for t in tensors if t is not None)
 
 
@@ -156,17 +153,17 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
-class Remembering(TorchFunctionMode):
-    """Inside, what layers with these weights compute is noted, by the weight's name, and what attention does.
+class RecordedResults(TorchFunctionMode):
+    """Records what layers with these weights compute inside, by the weight's name, and what attention does.
 
-    To hold two models against each other that have much in common: what both compute alike is computed once.
+    A second model that has much in common with the first then computes the rest alone.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]):
         super().__init__()
         self.names = {id(weight): name for name, weight in weights.items() if weight.ndim > 1}
         self.weights = list(weights.values())  # alive, so that nothing else gets their ids
-        self.found: dict[tuple[Any, str], list[Result]] = {}
+        self.results: dict[tuple[Any, str], list[Result]] = {}
         self.room = ROOM
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,30 +179,30 @@ class Remembering(TorchFunctionMode):
             self._note(func, "", call[0], call[1], result)
         return result
 
-    def _note(self, func: Any, name: str, given: Given, rest: tuple[Any, ...], value: Tensor) -> None:
+    def _note(self, func: Any, name: str, operands: Operands, rest: tuple[Any, ...], value: Tensor) -> None:
         if value.requires_grad:  # it belongs to a graph, through which another model's derivatives would be lost
             return
-        self.room -= sum(t.numel() * t.element_size() for t in (given[0], value) if t is not None)
-        if self.room > 0 and not any(t.is_inference() for t in (*given, value) if t is not None):
-            self.found.setdefault((func, name), []).append(Result.of(given, rest, value))
+        self.room -= sum(t.numel() * t.element_size() for t in (operands[0], value) if t is not None)
+        if self.room > 0 and not any(t.is_inference() for t in (*operands, value) if t is not None):
+            self.results.setdefault((func, name), []).append(Result.of(operands, rest, value))
 
-    def again(self, func: Any, name: str, given: Given, rest: tuple[Any, ...]) -> Tensor | None:
-        """What was noted for the first of these calls that was not asked for yet, if it was the same one."""
-        known = self.found.get((func, name), [])
-        return known.pop(0).again(given, rest) if known else None
+    def reused(self, func: Any, name: str, operands: Operands, rest: tuple[Any, ...]) -> Tensor | None:
+        """What the first call that was not asked for yet returned, if it had the same operands; else None."""
+        known = self.results.get((func, name), [])
+        return known.pop(0).reused(operands, rest) if known else None
 
     def layer(self, func: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-        """The layer with the weight of this name, which computes only what it did not compute before."""
+        """The layer with the weight of this name, which computes only what is not recorded."""
 
         def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
-            known = self.again(func, name, (x, weight, bias), rest)
+            known = self.reused(func, name, (x, weight, bias), rest)
             return func(x, weight, bias, *rest) if known is None else known
 
         return compute
 
-    def attention(self, given: Given, rest: tuple[Any, ...]) -> Tensor:
+    def attention(self, operands: Operands, rest: tuple[Any, ...]) -> Tensor:
         """Attention without the heads whose values are all zero, and so is what they compute."""
-        q, k, v, mask = given
+        q, k, v, mask = operands
         assert q is not None and k is not None and v is not None
         if v.ndim > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
             live = (v != 0).any(-1).any(-1).flatten(0, -2).any(0) if v.ndim > 3 else (v != 0).any(-1).any(-1)
@@ -215,11 +212,11 @@ class Remembering(TorchFunctionMode):
                     mask = mask.index_select(-3, heads)
                 some = self.attention((*(t.index_select(-3, heads) for t in (q, k, v)), mask), rest)
                 return some.new_zeros(*q.shape[:-1], v.shape[-1]).index_copy_(-3, heads, some)
-        known = self.again(ATTENTION, "", given, rest)
+        known = self.reused(ATTENTION, "", operands, rest)
         return ATTENTION(q, k, v, mask, *rest[:2], **dict(rest[2:])) if known is None else known
 
 
-def _attention_call(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Given, tuple[Any, ...]] | None:
+def _attention_call(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Operands, tuple[Any, ...]] | None:
     """The tensors of a call (query, key, value and mask), and the rest. None, if it is called in another way."""
     named = dict(kwargs or {})
     if len(args) < 3:
@@ -256,12 +253,12 @@ def _refuse_empty_heads(name: str, tensor: Tensor) -> None:
 class SkippingZeros(TorchFunctionMode):
     """Inside, functions get the real tensors in place of placeholders, and layers with such weights skip the zeros.
 
-    What is `known` already is not computed again.
+    What is `recorded` is not computed again.
     """
 
-    def __init__(self, sparse: Mapping[nn.Parameter, Sparse], known: Remembering | None = None):
+    def __init__(self, sparse: Mapping[nn.Parameter, SparseWeight], recorded: RecordedResults | None = None):
         super().__init__()
-        self.known = known or Remembering({})
+        self.recorded = recorded or RecordedResults({})
         self.sparse = {id(placeholder): tensor for placeholder, tensor in sparse.items()}
         self.placeholders = list(sparse)  # alive, so that nothing else gets their ids
         self.written: dict[int, Tensor] = {}
@@ -271,12 +268,12 @@ class SkippingZeros(TorchFunctionMode):
         if func in LAYERS and not kwargs and id(args[1]) in self.sparse:
             x, weight, bias = (*args[:3], None)[:3]
             sparse = self.sparse[id(weight)]
-            if (result := sparse.apply(self.known.layer(func, sparse.name), x, bias, *args[3:])) is not None:
+            if (result := sparse.apply(self.recorded.layer(func, sparse.name), x, bias, *args[3:])) is not None:
                 return result
-        elif func in LAYERS and not kwargs and id(args[1]) in self.known.names:
-            return self.known.layer(func, self.known.names[id(args[1])])(*args)
+        elif func in LAYERS and not kwargs and id(args[1]) in self.recorded.names:
+            return self.recorded.layer(func, self.recorded.names[id(args[1])])(*args)
         elif func is ATTENTION and (call := _attention_call(args, kwargs)) is not None:
-            return self.known.attention(*call)
+            return self.recorded.attention(*call)
         elif func is _MULTI_HEAD:
             with self:
                 return _multi_head(*args, **kwargs)

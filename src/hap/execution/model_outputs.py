@@ -1,7 +1,6 @@
-"""What models return, as far as a graph can: tensors and plain values, in containers that torch knows.
+"""What models return without objects that torch.export cannot look into, such as a decoder's cache of keys and values.
 
-A decoder returns its cache of keys and values, an object that torch.export cannot look into. Nobody compares such
-objects, and what is in them changes with the heads: they are left out.
+Nobody compares such objects, and what is in them changes with the heads: None stands in for them.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from hap.errors import HapError
 PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
-def known(output: Any) -> Any:
-    """What a model returned, with None for objects that are no tensors. Mappings and dataclasses are dicts."""
-    return pytree.tree_map(_known, output)
+def plain_outputs(output: Any) -> Any:
+    """What a model returned: tensors, numbers and strings, and None for other objects. Dataclasses become dicts."""
+    return pytree.tree_map(_plain_value, output)
 
 
-def _known(x: Any) -> Any:
+def _plain_value(x: Any) -> Any:
     if isinstance(x, PLAIN):
         return x
     if isinstance(x, Mapping):
-        return known(dict(x))
+        return plain_outputs(dict(x))
     if is_dataclass(x) and not isinstance(x, type):
-        return known({field.name: getattr(x, field.name, None) for field in fields(x)})
+        return plain_outputs({field.name: getattr(x, field.name, None) for field in fields(x)})
     return None
 
 
 def _with_plain_tuples(output: Any) -> Any:
-    """The same with plain tuples in place of named ones and of torch's own: files know no classes."""
+    """An output with plain tuples in place of named ones and of torch's own: files know no classes."""
 
     def own(x: Any) -> bool:
         return isinstance(x, tuple) and type(x) is not tuple
@@ -43,12 +42,17 @@ def _with_plain_tuples(output: Any) -> Any:
     return pytree.tree_map(lambda x: tuple(map(_with_plain_tuples, x)) if own(x) else x, output, is_leaf=own)
 
 
+def float_outputs(output: Any) -> list[Tensor]:
+    """The tensors of real numbers that a model returned."""
+    return [x for x in pytree.tree_leaves(plain_outputs(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
 @contextmanager
-def returning_what_is_known(model: nn.Module, plain_tuples: bool = False) -> Iterator[None]:
-    """Inside, the model returns no more than that. HapError, while it runs: there is no tensor in it."""
+def returning_plain_outputs(model: nn.Module, plain_tuples: bool = False) -> Iterator[None]:
+    """Inside, the model returns its `plain_outputs`. HapError while it runs, if there is no tensor among them."""
 
     def leave_out(module: nn.Module, args: Any, output: Any) -> Any:
-        found = known(output)
+        found = plain_outputs(output)
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(found)):
             raise HapError(
                 f"{type(module).__name__} returns a {type(output).__name__}, in which no tensor is found; expected "

@@ -1,4 +1,4 @@
-"""Convolutions at some places of a large map alone, where not the values count but which channels they come from.
+"""Convolutions at some places of a large map alone, to see quickly which channels values come from.
 
 What channels a layer reads and writes is the same wherever in an image it looks. A convolution at every fifth row and
 column, with values in between that change evenly from one to the next, is still linear in its inputs and weights and of
@@ -21,9 +21,8 @@ BETWEEN = {3: "linear", 4: "bilinear", 5: "trilinear"}
 """How values in between are found, by the number of axes of a tensor."""
 
 
-class Coarse(TorchDispatchMode):
-    """Inside, convolutions are computed at some places of a map: results have their true shapes and values of their
-    kind."""
+class SampledConvolutions(TorchDispatchMode):
+    """Inside, convolutions are computed at some places of a map, and interpolated in between to their true shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.convolution.default and not args[6]:  # which would be a transposed one

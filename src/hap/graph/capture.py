@@ -26,7 +26,7 @@ except ImportError:  # it is not for everybody
 from hap.errors import CaptureError, HapError
 from hap.execution.calling import call_arguments, eval_mode, forgetting_caches, run, seeded
 from hap.execution.input_checks import check_given
-from hap.execution.model_outputs import returning_what_is_known
+from hap.execution.model_outputs import returning_plain_outputs
 from hap.graph.call_shapes import noting_shapes
 from hap.graph.nodes import schema_name
 from hap.graph.shared_tables import CalledArguments, recording_arguments
@@ -85,7 +85,7 @@ def export(
     start_autograd()
     with (
         forgetting_caches(model), eval_mode(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
-        returning_what_is_known(model), _leaving_nothing(model),
+        returning_plain_outputs(model), _leaving_nothing(model),
     ):  # fmt: skip
         for module in training:
             module.training = True

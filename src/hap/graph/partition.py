@@ -24,7 +24,7 @@ from hap.errors import HapError
 from hap.execution.calling import call_arguments
 from hap.execution.fast_copy import copy_with
 from hap.execution.input_checks import check_given
-from hap.execution.sampled_convolution import Coarse
+from hap.execution.sampled_convolution import SampledConvolutions
 from hap.graph.capture import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
 from hap.graph.same_modules import same_modules
 from hap.utils.module_tree import named_tensors, takes_hooks
@@ -295,7 +295,7 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
     it computes, such as anchors."""
     try:
         copy = copy_with(model, {})
-        with Coarse():
+        with SampledConvolutions():
             return _calls(copy, example, last=True)
     except Exception:  # some models cannot be copied
         return None

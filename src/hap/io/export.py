@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from hap.errors import Argument, ForPython, HapError
 from hap.execution.calling import call_arguments, eval_mode, seeded
 from hap.execution.compare_outputs import difference, output_tensors
-from hap.execution.model_outputs import returning_what_is_known
+from hap.execution.model_outputs import returning_plain_outputs
 from hap.graph.capture import start_autograd
 from hap.io.fold_batchnorm import fold_batchnorms
 from hap.utils.atomic_files import write_atomic
@@ -97,7 +97,7 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
     start_autograd()
     with eval_mode(model), torch.no_grad():
         try:
-            with returning_what_is_known(model, plain_tuples=True), _naming(model, kwargs):
+            with returning_plain_outputs(model, plain_tuples=True), _naming(model, kwargs):
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise HapError(*_refusal(model, error, axes)) from error

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.execution.calling import call_arguments, copied, seeded
 from hap.execution.fast_copy import copy_with
-from hap.execution.model_outputs import known
+from hap.execution.model_outputs import plain_outputs
 from hap.graph.capture import Captured, captured
 from hap.graph.partition import Parts
 from hap.groups.groups import Groups
@@ -141,7 +141,7 @@ def _run_in_training(model: nn.Module, example: Any) -> tuple[list[tuple[int, ..
     args, kwargs = copied(call_arguments(example))
     reading = _Reading(model)
     with torch.no_grad(), seeded(), reading:
-        returned = pytree.tree_leaves(known(model(*args, **kwargs)))
+        returned = pytree.tree_leaves(plain_outputs(model(*args, **kwargs)))
     return [tuple(x.shape) for x in returned if isinstance(x, Tensor)], reading.found
 
 

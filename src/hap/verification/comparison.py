@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.compare_outputs import in_float64
-from hap.execution.fast_copy import cloned, copy_with
-from hap.execution.masked_execution import Sparse
+from hap.execution.fast_copy import copy_with, lazy_clone
+from hap.execution.masked_execution import SparseWeight
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
 from hap.surgery.cut import cut_tensors, shortened, update_modules_
@@ -74,14 +74,14 @@ class Comparison:
     def pruned(self) -> nn.Module:
         """A pruned copy. A forward may write to its tensors, so they share nothing with the dense model's."""
         try:
-            pruned = copy_with(self.model, {name: cloned(tensor) for name, tensor in self.cut.items()})
+            pruned = copy_with(self.model, {name: lazy_clone(tensor) for name, tensor in self.cut.items()})
         except Exception as error:  # copying runs code of whatever the model holds
             line = in_a_line(error)
             raise Misfit(f"{REFUSED}: the model cannot be copied to try it, {line}", UNCOPIED, line) from error
         update_modules_(pruned, self.plan, copy.deepcopy(dict(self.implants)))
         return pruned
 
-    def masked(self, skip_zeros: bool = False) -> tuple[nn.Module, dict[nn.Parameter, Sparse]]:
+    def masked(self, skip_zeros: bool = False) -> tuple[nn.Module, dict[nn.Parameter, SparseWeight]]:
         """A copy of the dense model, or of what `base` leaves of it, with zeros where the plan cuts.
 
         Each implant is written out as the k x k kernel it equals. To `skip_zeros`, large weights are not written out,
@@ -91,11 +91,11 @@ class Comparison:
         grafted = {name for g in self.plan.grafts for name in (f"{g.module}.weight", f"{g.module}.bias")}
         masks = cuts_of(self.plan)
         changed = {n: tensors[n].detach().clone() for n in grafted if n in tensors and n not in masks}
-        sparse: dict[nn.Parameter, Sparse] = {}
+        sparse: dict[nn.Parameter, SparseWeight] = {}
         for name, mask in masks.items():
             tensor, cut, directed = tensors[name], cuts.get(name, {}), _has_direction(name, tensors)
             if skip_zeros and _is_large(tensor) and not directed and name not in grafted:
-                thin = sparse_tensor(name, tensor.detach(), self.cut[name], cut, mask)
+                thin = sparse_weight(name, tensor.detach(), self.cut[name], cut, mask)
                 changed[name] = placeholder = thin.placeholder()
                 sparse[placeholder] = thin
             else:
@@ -137,7 +137,9 @@ def _is_large(tensor: Tensor) -> bool:
     return large and isinstance(tensor, nn.Parameter)
 
 
-def sparse_tensor(name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> Sparse:
+def sparse_weight(
+    name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]
+) -> SparseWeight:
     """A tensor that is cut, and zero where more of it would be cut; `small` is what is left then."""
     shape = [len(cuts[d].keep) if d in cuts else size for d, size in enumerate(tensor.shape)]
     index = {}
@@ -146,7 +148,7 @@ def sparse_tensor(name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut]
         if dim in cuts:
             place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
         index[dim] = place[list(mask.keep)]
-    return Sparse(small, tuple(shape), index, name)
+    return SparseWeight(small, tuple(shape), index, name)
 
 
 def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut], zero: float) -> Tensor:

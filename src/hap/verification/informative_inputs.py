@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.execution.calling import run
+from hap.execution.model_outputs import float_outputs
 from hap.utils.plain_mapping import as_dict
-from hap.verification.indistinguishable_heads import _real
 
 
 def informative_example(model: nn.Module, example: Any) -> Any:
     """The example with noise in place of every real tensor that is constant, if the model's outputs are finite then.
 
-    The noise is the same at every call, and of the sign of the constant. Tensors without such a stand-in are passed on.
+    The noise is the same at every call, and of the sign of the constant.
     """
     leaves, structure = pytree.tree_flatten(as_dict(example))
     random = torch.Generator().manual_seed(0)
@@ -40,6 +40,6 @@ def _noise_like(x: Tensor, random: torch.Generator) -> Tensor:
 
 def _finite(model: nn.Module, example: Any) -> bool:
     try:
-        return all(bool(x.isfinite().all()) for x in _real(run(model, example)))
+        return all(bool(x.isfinite().all()) for x in float_outputs(run(model, example)))
     except Exception:  # a forward may refuse values for whatever reason
         return False

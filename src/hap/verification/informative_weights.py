@@ -1,4 +1,4 @@
-"""Weights that say enough for a comparison: next to nothing, they would hide whatever comes before them."""
+"""Random values for weights that are almost zero, which would hide from a comparison whatever comes before them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from hap.execution.compare_outputs import largest
 
-SILENT = 0.1
-"""Weights that could not even make outputs this many times as large as inputs say too little."""
+ALMOST_ZERO = 0.1
+"""Weights that could not even make outputs this many times as large as inputs are almost zero."""
 
 
 def informative_weights(model: nn.Module, scales: Mapping[str, float] | None = None) -> dict[str, Tensor]:
-    """Random values, the same at every call, for weights of next to nothing and those that `scales` names.
+    """Random values, the same at every call, for weights that are almost zero and for those that `scales` names.
 
-    Such as a classifier that begins with zeros, or the scale of a branch. A scale says how many times as large as its
-    inputs the outputs of a weight shall be.
+    Almost zero may be a classifier that begins with zeros, or the scale of a branch. A scale says how many times as
+    large as its inputs the outputs of a weight shall be.
     """
     tensors = {n: t.detach() for n, t in model.named_parameters() if t.is_floating_point() and t.numel()}
     wanted = {n: scale for n, scale in (scales or {}).items() if n in tensors}
-    wanted |= {n: 1.0 for n, t in tensors.items() if n not in wanted and not n.endswith("bias") and _silent(t)}
+    wanted |= {n: 1.0 for n, t in tensors.items() if n not in wanted and not n.endswith("bias") and _is_almost_zero(t)}
     random = torch.Generator().manual_seed(0)
     return {n: _drawn(tensors[n], scale, random) for n, scale in wanted.items()}
 
@@ -31,9 +31,9 @@ def _fans(tensor: Tensor) -> float:
     return tensor.numel() / max(tensor.shape, default=1)
 
 
-def _silent(tensor: Tensor) -> bool:
-    """Whether products with these weights come to next to nothing. The first row of a large tensor most often tells."""
-    least = SILENT / _fans(tensor) ** 0.5
+def _is_almost_zero(tensor: Tensor) -> bool:
+    """Whether products with these weights are almost zero. The first row of a large tensor most often tells."""
+    least = ALMOST_ZERO / _fans(tensor) ** 0.5
     return largest(tensor[:1] if tensor.ndim else tensor) < least and largest(tensor) < least
 
 

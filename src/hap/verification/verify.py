@@ -20,7 +20,7 @@ from hap.execution.compare_outputs import (
     output_tensors,
 )
 from hap.execution.fast_copy import copy_with
-from hap.execution.masked_execution import Remembering, SkippingZeros
+from hap.execution.masked_execution import RecordedResults, SkippingZeros
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
@@ -97,7 +97,7 @@ def agree_at_some_places(comparison: Comparison) -> bool:
     where an output is zero everywhere, or not finite, which may come of the places, and tells nothing.
     """
     try:
-        seen, wanted = _run_both(comparison, coarse=True)
+        seen, wanted = _run_both(comparison, sampled=True)
     except Misfit:
         return False
     numbers = [x for x in wanted if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
@@ -132,14 +132,14 @@ def _compare_exactly(comparison: Comparison) -> tuple[str | None, list[Any]]:
 
 
 def _run_both(
-    comparison: Comparison, wanted: list[Any] | None = None, short_cuts: bool = True, coarse: bool = False
+    comparison: Comparison, wanted: list[Any] | None = None, short_cuts: bool = True, sampled: bool = False
 ) -> tuple[list[Any], list[Any]]:
     """What the pruned model returns, and what the one with zeros does, which is not run if that is `wanted` already."""
     try:
         pruned = comparison.pruned()
-        known = Remembering(dict(pruned.named_parameters())) if wanted is None and short_cuts else None
-        with known or nullcontext():
-            seen = output_tensors(pruned, comparison.example, coarse=coarse)
+        recorded = RecordedResults(dict(pruned.named_parameters())) if wanted is None and short_cuts else None
+        with recorded or nullcontext():
+            seen = output_tensors(pruned, comparison.example, sampled=sampled)
     except Misfit:
         raise
     except Exception as error:
@@ -147,27 +147,27 @@ def _run_both(
         raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
     if wanted is None:
         try:
-            wanted = _reference(comparison, known, coarse)
+            wanted = _reference(comparison, recorded, sampled)
         except Exception as error:
             raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     return seen, wanted
 
 
-def _reference(comparison: Comparison, known: Remembering | None, coarse: bool) -> list[Any]:
+def _reference(comparison: Comparison, recorded: RecordedResults | None, sampled: bool) -> list[Any]:
     """What the model with zeros returns. If it fails with short cuts, it is run without: vmap, say, forbids some."""
     try:
-        return masked_outputs(comparison, known, coarse)
+        return masked_outputs(comparison, recorded, sampled)
     except Exception:
-        if known is None:
+        if recorded is None:
             raise
-    return masked_outputs(comparison, None, coarse)
+    return masked_outputs(comparison, None, sampled)
 
 
-def masked_outputs(comparison: Comparison, known: Remembering | None = None, coarse: bool = False) -> list[Any]:
-    """What the model with zeros returns. With what is `known` of the pruned model, zeros are skipped."""
-    masked, sparse = comparison.masked(skip_zeros=known is not None)
-    with nullcontext() if known is None else SkippingZeros(sparse, known):
-        return output_tensors(masked, comparison.example, coarse=coarse)
+def masked_outputs(comparison: Comparison, recorded: RecordedResults | None = None, sampled: bool = False) -> list[Any]:
+    """What the model with zeros returns. With what is `recorded` of the pruned model, zeros are skipped."""
+    masked, sparse = comparison.masked(skip_zeros=recorded is not None)
+    with nullcontext() if recorded is None else SkippingZeros(sparse, recorded):
+        return output_tensors(masked, comparison.example, sampled=sampled)
 
 
 def _differ_by(gross: float, wanted: list[Any], seen: list[Any]) -> bool:
