@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import hap
 from cases import CASES, images
 from checks import assert_unchanged, random_plan, random_scores, run, same, snapshot, traced
+from hap.cli.wording import in_words_of
 
 
 def calibration() -> list[Any]:
@@ -289,3 +290,14 @@ def test_any_producer_names_its_group() -> None:
     joint = hap.trace(model, example)
     other = next(p.weight.rpartition(".")[0] for p in joint["stem.0"].producers[1:])
     assert "stem.0" not in hap.trace(model, example, ignore=(other,))
+
+
+def test_an_error_carries_the_argument_that_it_is_about() -> None:
+    with pytest.raises(hap.HapError) as caught:
+        hap.Budget(flops=0)
+    assert (caught.value.argument, caught.value.value) == ("flops", 0)
+    wrapped = hap.HapError("entry 2: ", caught.value)
+    assert str(wrapped) == f"entry 2: {caught.value}" and (wrapped.argument, wrapped.value) == ("flops", 0)
+    assert in_words_of("prune", wrapped).startswith("entry 2: --flops 0; expected")
+    assert in_words_of("run", wrapped).startswith("entry 2: flops = 0; expected")
+    assert hap.HapError("nothing about arguments").argument is None
