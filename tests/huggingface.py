@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,9 +18,16 @@ def library() -> Any:
     """transformers, or the test is skipped."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
+    return _loaded()
+
+
+@cache
+def _loaded() -> Any:
     from hap_reproduction.glue.campaign import load_transformers
 
-    return load_transformers()
+    loaded = load_transformers()
+    gc.freeze()  # the garbage collector need not look through what it loads, as in conftest.py
+    return loaded
 
 
 def _text(rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:

@@ -486,32 +486,22 @@ def test_every_criterion_has_a_name_and_the_telling_tasks_come_first() -> None:
     ]  # fmt: skip
 
 
-def test_every_task_goes_the_whole_way(campaign: Path, tmp_path: Path) -> None:
+def test_every_task_goes_the_whole_way(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hap_reproduction.glue.data.HELD_OUT", held_out := 100)
     for task in ("mrpc", "rte"):
         _sentences(tmp_path / "data" / task / "train.tsv", 64, 2, pairs=True)
         _sentences(tmp_path / "data" / task / "dev.tsv", 20, 3, pairs=True)
     _sentences(tmp_path / "data" / "sst2" / "train.tsv", 64, 4)
     _sentences(tmp_path / "data" / "sst2" / "dev.tsv", 20, 5)
-    _sentences(tmp_path / "data" / "qnli" / "dev.tsv", HELD_OUT + 40, 6, pairs=True)
+    _sentences(tmp_path / "data" / "qnli" / "dev.tsv", held_out + 40, 6, pairs=True)
     (tmp_path / "model").symlink_to(campaign / "model")
-    options = (
-        "--task",
-        "all",
-        "--epochs",
-        "1",
-        "--more-epochs",
-        "1",
-        "--heads",
-        "0.5",
-        "--criteria",
-        "hessian,narrow",
-    )
+    options = "--task all --epochs 1 --more-epochs 1 --heads 0.5 --criteria hessian,narrow".split()
     whole = _glue(tmp_path, *options)
     assert whole.exit_code == 0, whole.output
     found = [json.loads(p.read_text()) for p in sorted((tmp_path / "results").glob("*.json"))]
     assert sorted({r["task"] for r in found}) == ["mrpc", "qnli-dev", "rte", "sst2"] and len(found) == 8
     assert all(r["metrics"] == (["accuracy", "f1"] if r["task"] == "mrpc" else ["accuracy"]) for r in found)
-    assert {r["task"]: (r["examples"]["train"], r["examples"]["dev"]) for r in found}["qnli-dev"] == (40, HELD_OUT)
+    assert {r["task"]: (r["examples"]["train"], r["examples"]["dev"]) for r in found}["qnli-dev"] == (40, held_out)
     narrow = {r["name"]: r["budgets"][1] for r in found}
     for task in ("mrpc", "sst2"):
         ours, theirs = (narrow[f"{task}-{criterion}-seed0"] for criterion in ("narrow", "hessian"))
