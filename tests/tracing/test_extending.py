@@ -27,7 +27,7 @@ def _tables() -> object:
 @pytest.mark.usefixtures("_tables")
 def test_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), names)

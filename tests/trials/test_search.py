@@ -22,8 +22,10 @@ import hap
 from hap.execution import compare_outputs, masked_execution
 from hap.execution.masked_execution import ATTENTION
 from hap.graph.capture import capture
-from hap.tracing.rules import registry
-from hap.tracing.trace import Tracer
+from hap.graph.index import GraphIndex
+from hap.tracing.context import RuleContext
+from hap.tracing.rules.structural import _reshaped
+from hap.tracing.walk import walk
 from hap.trials import removal_rounds, run_round
 from hap.verification import comparison, verify
 
@@ -143,9 +145,8 @@ class Moving(nn.Module):
 def test_labels_are_not_written_out_over_space() -> None:
     model, image = Moving(), torch.zeros(1, 3, 256, 256)
     captured = capture(model, image)
-    tracer = Tracer(model, captured.program, captured.called, "joint")
-    tracer.run()
-    sizes = [x.untyped_storage().nbytes() for x in tracer.values.values() if isinstance(x, Tensor)]
+    context = walk(RuleContext(GraphIndex(model, captured.program, captured.called)), "joint")
+    sizes = [x.untyped_storage().nbytes() for x in context.values.values() if isinstance(x, Tensor)]
     assert max(sizes) <= 128 * 8
     assert len(hap.trace(model, image)["a"]) == 64
 
@@ -474,7 +475,7 @@ def test_blocks_may_hold_functions_that_hold_themselves() -> None:
 
 def test_labels_of_heads_in_windows_are_not_written_out_over_tokens() -> None:
     labels = torch.arange(1, 5).view(1, 1, 4, 1, 1)  # (3, windows, heads, tokens, width)
-    reshaped = registry._reshaped(labels, [3, 25, 4, 196, 64], [3, 100, 196, 64])
+    reshaped = _reshaped(labels, [3, 25, 4, 196, 64], [3, 100, 196, 64])
     assert reshaped.shape == (1, 100, 1, 1)
     assert torch.equal(reshaped.flatten(), torch.arange(1, 5).repeat(25))
     whole = labels.expand(3, 25, 4, 196, 64).reshape(3, 100, 196, 64)

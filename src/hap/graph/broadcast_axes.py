@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, fx
 
 from hap.graph.nodes import is_pointwise, shape_of, short_name
-from hap.graph.operator_families import COPYING, EXPANDING, FILLED, SAME_ORDER, STRUCTURAL, UNCHANGED
+from hap.graph.operator_families import STRUCTURAL, Trait, having
 
 Factor = tuple[int, bool]
 Axis = tuple[Factor, ...]
 """Lengths whose product is that of the axis, outer ones first, and whether the tensor differs along each."""
 KEY, GIVEN = "hap.axes", "hap.given"
+COPYING, EXPANDING, FILLING = having(Trait.COPIES), having(Trait.EXPANDS), having(Trait.FILLS)
+SAME_ORDER, UNCHANGED = having(Trait.SAME_ORDER), having(Trait.UNCHANGED)
 
 
 def varying_shape(node: fx.Node) -> tuple[int, ...]:
@@ -53,7 +55,7 @@ def _found(node: fx.Node) -> list[Axis]:
     whole = [_axis(n) for n in shape]
     name = short_name(node) if node.op == "call_function" else ""
     operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
-    if name in FILLED:
+    if name in FILLING:
         return [_axis(n, own=False) for n in shape] if not _written_to(node) else whole
     if not operands or name == "":
         return whole

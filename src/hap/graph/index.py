@@ -12,9 +12,11 @@ from torch.export.graph_signature import InputKind
 
 from hap.graph.broadcast_axes import note_given
 from hap.graph.nodes import short_name
-from hap.graph.operator_families import UNCHANGED
+from hap.graph.operator_families import Trait, having
 from hap.graph.shared_tables import CalledArguments, find_entries
 from hap.utils.module_tree import named_tensors
+
+MOVED = having(Trait.UNCHANGED) | {"lift_fresh_copy"}
 
 
 class GraphIndex:
@@ -74,7 +76,7 @@ class GraphIndex:
 
     def constant(self, node: Any) -> Tensor | None:
         """The values of a tensor that is written out in the code; None for any other."""
-        while isinstance(node, fx.Node) and short_name(node) in UNCHANGED | {"lift_fresh_copy"}:
+        while isinstance(node, fx.Node) and short_name(node) in MOVED:
             node = node.args[0]
         spec = self.inputs.get(getattr(node, "name", ""))
         if spec is None or spec.kind is not InputKind.CONSTANT_TENSOR:

@@ -1,87 +1,149 @@
-"""Which operators behave alike, by name. `hap.rules` gives each family its rule."""
+"""One declaration for each operator: the rule that labels go through it by, and its traits.
+
+To add an operator of torch, put its name into a row with its rule and traits, or add a row. `hap.tracing.rules` takes
+the operators of each rule from here, so there is no second list to keep. Operators that torch itself tags as pointwise
+need no row, unless they have traits.
+"""
 
 from __future__ import annotations
 
-
-def _names(text: str) -> frozenset[str]:
-    """The words of a text, each also with the trailing underscore of its in-place form."""
-    return frozenset(name + end for name in text.split() for end in ("", "_"))
+from dataclasses import dataclass
+from enum import Flag, auto
 
 
-POINTWISE = _names("""
-    alias alpha_dropout bfloat16 celu clamp clone contiguous copy detach dropout elu feature_dropout float full_like
-    gelu half hardsigmoid hardswish hardtanh leaky_relu log_sigmoid masked_fill mish ones_like relu6 selu silu softplus
-    to _to_copy where zeros_like
-""")
-"""Besides those that torch itself tags as pointwise."""
+class Trait(Flag):
+    """What holds for an operator, whichever rule it has."""
 
-STRUCTURAL = _names("""
-    adjoint broadcast_to cat channel_shuffle chunk concat constant_pad_nd expand expand_as flatten flip mH mT moveaxis
-    movedim narrow numpy_T pad permute pixel_shuffle pixel_unshuffle repeat repeat_interleave reshape reshape_as roll
-    select slice split split_with_sizes squeeze stack swapaxes swapdims t tile transpose unbind unflatten unsafe_chunk
-    unsafe_split unsafe_split_with_sizes _unsafe_view unsqueeze view view_as
-""")
-"""Move elements without computing: they can run on labels."""
+    LINEAR = auto()
+    """The result is, almost everywhere, linear in the activations that enter."""
+    KEEPS_ZERO = auto()
+    """A function of one tensor that maps a channel of zeros to a channel of zeros."""
+    SIZED = auto()
+    """It may have sizes among its arguments, which a forward may have hard-coded."""
+    MULTIPLIES = auto()
+    """It multiplies by weights or activations with each other, and the multiply-adds are counted."""
+    ADDS = auto()
+    """It adds tensors, such as branches of a network."""
+    UNCHANGED = auto()
+    """It gives the same values again."""
+    SAME_ORDER = auto()
+    """It gives the same elements, in the same order, another shape."""
+    TAKES_PARTS = auto()
+    """It makes a view that has parts of the axes of a tensor, in some order."""
+    SPLITS = auto()
+    """It makes several parts along one axis."""
+    EXPANDS = auto()
+    """It repeats a tensor along axes without copying."""
+    COPIES = auto()
+    """It moves elements to where the source is not: what is written there later does not change the source."""
+    FILLS = auto()
+    """It makes a tensor of one value."""
+    AVERAGES = auto()
+    """A reduction that spans an axis as a norm does: what is left of the axis is averaged on."""
 
-MOVING = _names("""
-    chunk mT moveaxis movedim narrow numpy_T permute slice split split_with_sizes squeeze swapaxes swapdims t transpose
-    unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
-""")
-"""Make a view of a parameter that has parts of its axes, in some order."""
 
-EXPANDING = _names("broadcast_to expand expand_as")
-FILLED = _names("full new_full new_ones new_zeros ones zeros")
-"""Make tensors of one value."""
-COPYING = _names("cat concat repeat repeat_interleave roll stack tile")
-"""Those that move elements to where the source is not: what is written there later does not change it."""
-SAME_ORDER = _names("flatten reshape squeeze unflatten _unsafe_view unsqueeze view view_as reshape_as")
-"""Give the same elements, in the same order, another shape."""
-UNCHANGED = _names("alias clone contiguous detach to _to_copy")
+NONE = Trait(0)
 
-PARTS = _names("chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes")
 
-SIZED = STRUCTURAL - _names("""
-    adjoint cat concat flatten flip mH mT moveaxis movedim permute squeeze stack swapaxes swapdims t transpose unsqueeze
-""")
-"""Those that may have sizes among their arguments, which a forward may have hard-coded."""
+@dataclass(frozen=True)
+class Operator:
+    """The family of an operator, which has one rule ("": the operator has no rule), and its traits."""
 
-POOLING = _names("""
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool2d max_pool1d max_pool2d max_pool2d_with_indices
-    max_pool3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d upsample_trilinear3d
-""")
-PADDING = _names(
-    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
-)
-"""Windows over space: channel by channel."""
+    family: str
+    traits: Trait
 
-REDUCTIONS = _names("all amax amin any argmax linalg_vector_norm logsumexp max mean min norm prod std sum var")
-AVERAGES = _names("amax amin linalg_vector_norm max mean min norm std var")
-"""Reductions that span an axis as a norm does: what is left of it is averaged on."""
-SOFTMAXES = _names("cumsum log_softmax softmax _softmax")
 
-CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
-PRODUCTS = frozenset({"bmm", "matmul", "mm"})
-SUMS = _names("add sub")
+OPERATORS: dict[str, Operator] = {}
 
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-RECURRENT = _GATES | {f"{name}_cell": gates for name, gates in _GATES.items()}
-"""Recurrent layers and their cells, with how many rows of a weight compute one hidden unit."""
 
-PIECEWISE_LINEAR = (
-    _names("""
-    abs alias clamp clamp_max clamp_min clone contiguous detach dropout feature_dropout float hardtanh leaky_relu
-    maximum minimum neg prelu _prelu_kernel relu relu6 rsub threshold to _to_copy
-    batch_norm linear mean sum
-""")
-    | (POOLING - _names("lp_pool2d"))
-    | SUMS | STRUCTURAL | PADDING | CONVOLUTIONS | TRANSPOSED
-)  # fmt: skip
-"""Functions whose result is, almost everywhere, linear in the activations that enter."""
+def _declare(family: str, traits: Trait, names: str, in_place: bool = True) -> None:
+    """Operators by their names in torch, each also with the trailing underscore of its form that works `in_place`."""
+    for name in names.split():
+        for known in (name, f"{name}_") if in_place else (name,):
+            assert known not in OPERATORS, f"{known} is declared twice"
+            OPERATORS[known] = Operator(family, traits)
 
-KEEP_ZERO = POOLING | _names(
-    "alias clone contiguous detach dropout gelu hardswish leaky_relu mish relu relu6 silu tanh"
-)
-"""Functions of one tensor that map a channel of zeros to a channel of zeros."""
+
+LINEAR, KEEPS_ZERO, SIZED, MULTIPLIES = Trait.LINEAR, Trait.KEEPS_ZERO, Trait.SIZED, Trait.MULTIPLIES
+TAKES_PARTS, SAME_ORDER, COPIES = Trait.TAKES_PARTS, Trait.SAME_ORDER, Trait.COPIES
+
+_declare("pointwise", LINEAR | KEEPS_ZERO | Trait.UNCHANGED, "alias clone contiguous detach")
+_declare("pointwise", LINEAR | KEEPS_ZERO, "dropout leaky_relu relu relu6")
+_declare("pointwise", LINEAR | Trait.UNCHANGED, "to _to_copy")
+_declare("pointwise", LINEAR | Trait.ADDS, "add sub")
+_declare("pointwise", LINEAR, "abs clamp clamp_max clamp_min feature_dropout float hardtanh maximum minimum neg rsub")
+_declare("pointwise", LINEAR, "threshold _prelu_kernel")
+_declare("pointwise", KEEPS_ZERO, "gelu hardswish mish silu tanh")
+_declare("pointwise", NONE, "alpha_dropout bfloat16 celu copy elu full_like half hardsigmoid log_sigmoid masked_fill")
+_declare("pointwise", NONE, "ones_like selu softplus where zeros_like")
+
+_declare("structural", LINEAR, "adjoint flip mH")
+_declare("structural", LINEAR | COPIES, "cat concat stack")
+_declare("structural", LINEAR | TAKES_PARTS, "moveaxis movedim mT permute swapaxes swapdims t transpose")
+_declare("structural", LINEAR | TAKES_PARTS | SAME_ORDER, "squeeze unsqueeze")
+_declare("structural", LINEAR | SAME_ORDER, "flatten")
+_declare("structural", LINEAR | SIZED, "channel_shuffle pixel_shuffle pixel_unshuffle select unbind")
+_declare("structural", LINEAR | SIZED | COPIES, "repeat repeat_interleave roll tile")
+_declare("structural", LINEAR | SIZED | Trait.EXPANDS, "broadcast_to expand expand_as")
+_declare("structural", LINEAR | SIZED | TAKES_PARTS, "narrow numpy_T slice")
+_declare("structural", LINEAR | SIZED | TAKES_PARTS | Trait.SPLITS, "chunk split split_with_sizes")
+_declare("structural", LINEAR | SIZED | TAKES_PARTS | Trait.SPLITS, "unsafe_chunk unsafe_split unsafe_split_with_sizes")
+_declare("structural", LINEAR | SIZED | SAME_ORDER, "reshape reshape_as unflatten _unsafe_view view view_as")
+_declare("padding", LINEAR | SIZED, "constant_pad_nd pad")
+
+_declare("pooling", LINEAR | KEEPS_ZERO, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
+_declare("pooling", LINEAR | KEEPS_ZERO, "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
+_declare("pooling", LINEAR | KEEPS_ZERO, "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d")
+_declare("pooling", LINEAR | KEEPS_ZERO, "max_pool2d_with_indices upsample_bicubic2d upsample_bilinear2d")
+_declare("pooling", LINEAR | KEEPS_ZERO, "upsample_linear1d upsample_trilinear3d")
+_declare("pooling", LINEAR | KEEPS_ZERO, "upsample_nearest1d upsample_nearest2d upsample_nearest3d")
+_declare("pooling", KEEPS_ZERO, "lp_pool2d")
+_declare("pooling", LINEAR, "reflection_pad1d reflection_pad2d reflection_pad3d")
+_declare("pooling", LINEAR, "replication_pad1d replication_pad2d replication_pad3d")
+
+_declare("reduction", LINEAR | Trait.AVERAGES, "mean")
+_declare("reduction", LINEAR, "sum")
+_declare("reduction", Trait.AVERAGES, "amax amin linalg_vector_norm max min norm std var")
+_declare("reduction", NONE, "all any argmax logsumexp prod")
+_declare("softmax", NONE, "cumsum log_softmax softmax _softmax")
+
+_declare("linear", LINEAR | MULTIPLIES, "linear", in_place=False)
+_declare("convolution", LINEAR | MULTIPLIES, "conv1d conv2d conv3d", in_place=False)
+_declare("transposed_convolution", LINEAR | MULTIPLIES, "conv_transpose1d conv_transpose2d conv_transpose3d", False)
+_declare("addmm", MULTIPLIES, "addmm", in_place=False)
+_declare("matmul", MULTIPLIES, "bmm matmul mm", in_place=False)
+_declare("attention", MULTIPLIES, "scaled_dot_product_attention", in_place=False)
+_declare("recurrent", MULTIPLIES, "gru lstm rnn_relu rnn_tanh", in_place=False)
+_declare("cell", MULTIPLIES, "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell", in_place=False)
+for _name in ("baddbmm", "einsum", "tensordot"):  # of tables they make other tables: see shared_tables
+    _declare(_name, NONE, _name, in_place=False)
+
+_declare("channel_norm", LINEAR, "batch_norm")
+_declare("channel_norm", NONE, "instance_norm")
+_declare("layer_norm", NONE, "layer_norm rms_norm")
+_declare("group_norm", NONE, "group_norm")
+_declare("prelu", LINEAR, "prelu")
+_declare("glu", NONE, "glu")
+
+_declare("new", Trait.FILLS, "new_full new_ones new_zeros", in_place=False)
+_declare("new", NONE, "new_empty", in_place=False)
+_declare("", Trait.FILLS, "full ones zeros")
+_declare("grid_sampler", NONE, "grid_sampler grid_sampler_2d grid_sampler_3d", in_place=False)
+for _name in ("embedding", "gather", "index", "index_select", "getitem", "type_as", "_assert_tensor_metadata"):
+    _declare(_name, NONE, _name, in_place=False)
+
+
+def family(*families: str) -> frozenset[str]:
+    """The operators of these families."""
+    return frozenset(name for name, operator in OPERATORS.items() if operator.family in families)
+
+
+def having(trait: Trait) -> frozenset[str]:
+    """The operators with this trait."""
+    return frozenset(name for name, operator in OPERATORS.items() if trait in operator.traits)
+
+
+CONVOLUTIONS, TRANSPOSED, PRODUCTS = family("convolution"), family("transposed_convolution"), family("matmul")
+STRUCTURAL = family("structural", "padding")
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+"""How many rows of a recurrent layer's weight compute one hidden unit."""

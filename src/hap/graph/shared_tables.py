@@ -14,15 +14,13 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from hap.graph.nodes import shape_of, short_name
-from hap.graph.operator_families import CONVOLUTIONS, FILLED, RECURRENT, TRANSPOSED
+from hap.graph.operator_families import Trait, having
 from hap.utils.module_tree import takes_hooks
 
 CalledArguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
 """By module, for each of its calls, the shapes of the tensors that it is called with."""
 
-MIXING = CONVOLUTIONS | TRANSPOSED | RECURRENT.keys() | {
-    "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention"
-}  # fmt: skip
+MULTIPLYING, FILLING = having(Trait.MULTIPLIES), having(Trait.FILLS)
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,9 @@ def _tables(program: Any) -> Iterator[fx.Node]:
         if node.name in inputs or any(a in given for a in node.all_input_nodes):
             given.add(node)
         looked_up = name == "embedding" and node in given
-        if name in MIXING or looked_up or any(a in computed for a in node.all_input_nodes):
+        if name in MULTIPLYING or looked_up or any(a in computed for a in node.all_input_nodes):
             computed.add(node)
         value = node.meta.get("val")
         several = isinstance(value, Tensor) and value.ndim > 2 and len(node.users) > 1
-        if name and several and node not in computed and name not in FILLED:
+        if name and several and node not in computed and name not in FILLING:
             yield node

@@ -18,11 +18,14 @@ from torch import Tensor, fx, nn
 
 from hap.execution.calling import describe
 from hap.graph.capture import capture
+from hap.graph.index import GraphIndex
 from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import CONVOLUTIONS
 from hap.groups.groups import Groups
 from hap.groups.types import Ints, SizeAttribute
-from hap.tracing.trace import Tracer
+from hap.tracing.build_groups import GroupsBuilder
+from hap.tracing.context import RuleContext
+from hap.tracing.walk import walk
 from hap.trials.run_round import Subject
 from hap.trials.search import find_unprunable
 
@@ -56,23 +59,21 @@ def rewrite(
     the same names, runs in eval mode (dropout and batch statistics are left out) and with the example's batch size.
     """
     program = capture(model, example).program
-    tracer = Tracer(model, program, {}, "joint")
-    tracer.run()
-    sizes = list(_sizes(tracer))
+    context = walk(RuleContext(GraphIndex(model, program, {})), "joint")
+    builder = GroupsBuilder(context, "joint", describe(example), stream)
+    sizes = list(_sizes(context))
     graph = _graph(program, sizes)
 
     def sized(found: Groups) -> Groups:
-        counts = [(_name(i), size.classes(tracer.root), size.per) for i, size in enumerate(sizes)]
+        counts = [(_name(i), size.classes(builder.root), size.per) for i, size in enumerate(sizes)]
         lengths = tuple(SizeAttribute("", name, classes, per) for name, classes, per in counts if classes is not None)
-        return replace(
-            found, rewiring=replace(found.rewiring, size_attributes=lengths), conv_geometry={}, used_once=frozenset()
-        )
+        rewiring = replace(found.rewiring, size_attributes=lengths)
+        return replace(found, rewiring=rewiring, conv_geometry={}, used_once=frozenset())
 
-    found = sized(tracer.settle(describe(example), ignore, stream))
-    misfits = find_unprunable(Subject(graph, example, found, tracer.sized_classes())).unprunable
-    for name in misfits:
-        tracer.freeze(found[name].classes, name, "the graph of the model counts on its size")
-    return graph, sized(tracer.finish(found.example)) if misfits else found
+    found = sized(builder.settle(ignore))
+    misfits = find_unprunable(Subject(graph, example, found, builder.sized_classes())).unprunable
+    counted = dict.fromkeys(misfits, "the graph of the model counts on its size")
+    return graph, sized(builder.build_without(found, counted)) if misfits else found
 
 
 def _name(number: int) -> str:
@@ -98,16 +99,16 @@ def _graph(program: torch.export.ExportedProgram, sizes: list[Size]) -> nn.Modul
     return copy.deepcopy(fx.GraphModule(module, graph)).eval()
 
 
-def _sizes(tracer: Tracer) -> Iterator[Size]:
-    for node in tracer.index.program.graph.nodes:
-        if node.op == "call_function" and node not in tracer.views:
-            tracer.reader = node
-            yield from _sizes_of(tracer, node)
+def _sizes(context: RuleContext) -> Iterator[Size]:
+    for node in context.index.program.graph.nodes:
+        if node.op == "call_function" and node not in context.views:
+            context.reader = node
+            yield from _sizes_of(context, node)
 
 
-def _sizes_of(tracer: Tracer, node: fx.Node) -> Iterator[Size]:
+def _sizes_of(context: RuleContext, node: fx.Node) -> Iterator[Size]:
     name, args = short_name(node), node.args
-    result = tracer.values.get(node)
+    result = context.values.get(node)
     if name in ("view", "reshape", "_unsafe_view", "expand"):
         yield from _listed(node, 1, 0, result)
     elif name in ("zeros", "new_zeros"):
@@ -124,12 +125,12 @@ def _sizes_of(tracer: Tracer, node: fx.Node) -> Iterator[Size]:
         else:
             yield from (Size(node.name, 1, i, labels) for i, labels in enumerate(parts) if labels is not None)
     elif name == "slice" and len(args) > 2:
-        labels = _counted(tracer.labels(args[0]), args[1])  # type: ignore[arg-type]
+        labels = _counted(context.labels(args[0]), args[1])  # type: ignore[arg-type]
         for place, value in ((2, args[2]), (3, args[3] if len(args) > 3 else None)):
             if labels is not None and isinstance(value, int) and 0 < value < len(labels):
                 yield Size(node.name, place, None, labels[:value])
     elif name in CONVOLUTIONS and len(args) > 6 and isinstance(args[6], int) and args[6] > 1:
-        labels, width = _counted(tracer.labels(args[0]), 1), shape_of(args[0])[1]  # type: ignore[arg-type]
+        labels, width = _counted(context.labels(args[0]), 1), shape_of(args[0])[1]  # type: ignore[arg-type]
         per = width // args[6]
         if labels is not None and args[6] >= per:  # whole groups go: rules._tie_groups
             yield Size(node.name, 6, None, labels, per)

@@ -1,22 +1,28 @@
-"""Weights that a layer does not use as they are stored: parts and transposes of a parameter, and computed ones."""
+"""Weights that a layer does not use as they are stored: parts and transposes of a parameter, and computed ones.
+
+`find_views` goes through a graph once, before any rule runs; `RuleContext.weight_view` tells rules what it found.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx
 
+from hap.graph.index import GraphIndex
 from hap.graph.nodes import arguments, ends_branch, is_pointwise, shape_of, short_name
-from hap.graph.operator_families import CONVOLUTIONS, MOVING, PRODUCTS, TRANSPOSED, UNCHANGED
-from hap.groups.components import distinct
+from hap.graph.operator_families import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Trait, having
 from hap.groups.types import Ints
+from hap.tracing.label_tensors import labels_on_axis, long_axes
+from hap.tracing.labels import LabelStore
 
-if TYPE_CHECKING:
-    from hap.tracing.trace import Tracer
+UNCHANGED = having(Trait.UNCHANGED)
+MOVING = UNCHANGED | having(Trait.TAKES_PARTS)
+WEIGHT_ARGUMENT = {"linear": 1, "addmm": 2} | dict.fromkeys(CONVOLUTIONS | TRANSPOSED | PRODUCTS, 1)
+"""Which argument of an operator is the weight."""
 
 
 @dataclass(frozen=True)
@@ -44,45 +50,16 @@ class View:
         return straight and all(np.array_equal(x, np.arange(n)) for x, n in zip(self.index, self.shape, strict=True))
 
 
-def view_of(tracer: Tracer, node: Any) -> View | None:
-    """What a layer's weight is made from, or None where that is an activation."""
-    if not isinstance(node, fx.Node):
-        return None
-    if (name := tracer.parameter(node)) is not None:
-        return View.of(name, tracer.index.shapes[name])
-    return tracer.views.get(node)
-
-
-def outputs(tracer: Tracer, view: View, axis: int) -> Ints:
-    """The labels of what the weight computes along this axis of the view."""
-    return tracer.axis(view.name, view.dims[axis], "out")[view.index[axis]]
-
-
-def tie_inputs(tracer: Tracer, view: View, axis: int, labels: Ints) -> None:
-    """What the weight reads along this axis of the view has these labels."""
-    dim = view.dims[axis]
-    if view.whole:
-        tracer.tie(view.name, dim, labels, "in")
-    else:
-        tracer.join(tracer.axis(view.name, dim, "in")[view.index[axis]], labels)
-    if view.spans:
-        tracer.spanned.append(distinct(labels))
-
-
-def tie_free(tracer: Tracer, view: View, axis: int, labels: Ints) -> None:
-    """What the weight has along this axis of the view shares the fate of these labels."""
-    tracer.join(tracer.axis(view.name, view.dims[axis])[view.index[axis]], labels)
-
-
-def find_views(tracer: Tracer, graph: fx.Graph) -> dict[fx.Node, Any]:
+def find_views(index: GraphIndex, store: LabelStore) -> dict[fx.Node, Any]:
     """Views by the nodes that make them, for all nodes whose every use is as a layer's weight or on the way to one.
 
     Nodes on the way that are no views of one parameter stand for None, and several results for a list.
     """
+    graph = index.program.graph
     pure: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            pure[node] = node in tracer.index.parameters
+            pure[node] = node in index.parameters
         else:
             pure[node] = node.op in ("call_function", "get_attr") and all(pure[a] for a in node.all_input_nodes)
     weighing: set[fx.Node] = set()
@@ -93,10 +70,10 @@ def find_views(tracer: Tracer, graph: fx.Graph) -> dict[fx.Node, Any]:
     views: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node in weighing:
-            views[node] = _moved(tracer, node, views)
+            views[node] = _moved(index, node, views)
             layers = [user for user in node.users if user not in weighing]
             if layers and not isinstance(views[node], View):
-                views[node] = _computed(tracer, node, layers)
+                views[node] = _computed(index, store, node, layers)
             if layers and not _usable(views[node], layers):
                 _forget(views, node)
     return views
@@ -125,26 +102,25 @@ def _forget(views: dict[fx.Node, Any], node: fx.Node) -> None:
 
 def _is_weight(layer: fx.Node, node: fx.Node) -> bool:
     """Whether the layer uses the node as its weight, and as nothing else."""
-    place = {"linear": 1, "addmm": 2} | dict.fromkeys(CONVOLUTIONS | TRANSPOSED | PRODUCTS, 1)
-    at = place.get(short_name(layer)) if layer.op == "call_function" else None
+    at = WEIGHT_ARGUMENT.get(short_name(layer)) if layer.op == "call_function" else None
     return at is not None and [i for i, a in enumerate(layer.args) if a is node] == [at]
 
 
-def _moved(tracer: Tracer, node: fx.Node, views: dict[fx.Node, Any]) -> Any:
+def _moved(index: GraphIndex, node: fx.Node, views: dict[fx.Node, Any]) -> Any:
     """The view (or list of views) that an operator makes which only moves elements; None if it does more."""
     name, (source, *_) = short_name(node), node.args or (None,)
-    view = views[source] if isinstance(source, fx.Node) and source in views else view_of(tracer, source)
+    view = views.get(source) if isinstance(source, fx.Node) else None
+    if (parameter := index.parameter(source)) is not None:
+        view = View.of(parameter, index.shapes[parameter])
     if name == "getitem":
         return view[int(node.args[1])] if isinstance(view, list) else None  # type: ignore[arg-type]
-    if not isinstance(view, View) or name not in MOVING | UNCHANGED:
+    if not isinstance(view, View) or name not in MOVING:
         return None
     if name in UNCHANGED:
         return view
     shape = tuple(len(x) for x in view.index)
-    places = [torch.from_numpy(x).view([-1 if i == d else 1 for i in range(len(shape))]).expand(shape)
-              for d, x in enumerate(view.index)]  # fmt: skip
-    _, *rest = node.args
-    results = [node.target(place, *rest, **node.kwargs) for place in places]  # type: ignore[operator]
+    places = [labels_on_axis(x, len(shape), d).expand(shape) for d, x in enumerate(view.index)]
+    results = [node.target(place, *node.args[1:], **node.kwargs) for place in places]  # type: ignore[operator]
     if isinstance(results[0], list | tuple):
         return [_read(view, parts) for parts in zip(*results, strict=True)]
     return _read(view, results)
@@ -166,7 +142,7 @@ def _read(view: View, places: Iterable[Tensor]) -> View | None:
     return View(view.name, view.shape, tuple(dim for dim, _ in axes), tuple(index for _, index in axes))
 
 
-def _computed(tracer: Tracer, node: fx.Node, layers: list[fx.Node]) -> View | None:
+def _computed(index: GraphIndex, store: LabelStore, node: fx.Node, layers: list[fx.Node]) -> View | None:
     """A weight computed from one parameter of its shape, row by row, and from vectors with a value for each row.
 
     Or element by element, with buffers of its shape too, such as a mask. Rows are outputs of the layers, which have
@@ -181,27 +157,27 @@ def _computed(tracer: Tracer, node: fx.Node, layers: list[fx.Node]) -> View | No
         made = seen.pop()
         single = single and is_pointwise(made)
         for a in made.all_input_nodes:
-            if a in tracer.index.parameters:
-                roots.add(tracer.index.parameters[a])
+            if a in index.parameters:
+                roots.add(index.parameters[a])
             else:
                 seen.append(a)
     shape = shape_of(node)
-    alike = [n for n in roots if tracer.index.shapes[n] == shape]
-    masks = [n for n in alike if n not in tracer.index.trainable] if single and len(alike) > 1 else []
+    alike = [n for n in roots if index.shapes[n] == shape]
+    masks = [n for n in alike if n not in index.trainable] if single and len(alike) > 1 else []
     vectors = [n for n in roots if n not in alike]
-    long = {n: [d for d, size in enumerate(tracer.index.shapes[n]) if size > 1] for n in vectors}
+    long = {n: long_axes(index.shapes[n]) for n in vectors}
     if len(alike) - len(masks) != 1 or any(
-        len(d) > 1 or [tracer.index.shapes[n][i] for i in d] not in ([], [shape[out]]) for n, d in long.items()
+        len(d) > 1 or [index.shapes[n][i] for i in d] not in ([], [shape[out]]) for n, d in long.items()
     ):
         return None
     (weight,) = (n for n in alike if n not in masks)
-    rows = tracer.axis(weight, out, "out")
+    rows = store.axis(weight, out, "out")
     for name in masks:
-        tracer.tie(name, out, rows, "free")
-        tracer.tie(name, 1 - out, tracer.axis(weight, 1 - out, "in"), "free")
+        store.tie(name, out, rows, "free")
+        store.tie(name, 1 - out, store.axis(weight, 1 - out, "in"), "free")
     for name in vectors:
         for d in long[name]:
-            tracer.tie(name, d, rows, "free")
+            store.tie(name, d, rows, "free")
     return View.of(weight, shape, spans=not single)
 
 

@@ -1,29 +1,33 @@
 """The rules of operators: how labels pass through each kind of operator, and which of them it joins.
 
-`registry` holds the table `RULES` and what is asked of it; each other module has the rules of one family of operators
-and registers them when it is imported, which happens here. `hap.rules` is this package: what it exports is what a rule
-of your own may use (docs/extending.md). Start with `elementwise`.
+This package is `hap.rules`. A rule is a function of a `RuleContext` and a node of the captured graph that returns the
+labels of the node's result: docs/extending.md shows how to write one. What `__all__` lists is for rules of your own:
+the table `RULES`, rules that exist already, and what a rule needs beside the methods of its context.
+
+Each other module has the rules of some families of operators and registers them when it is imported, which happens
+here. Which operators belong to a family, and what else holds for them, is declared in `hap.graph.operator_families`.
+Start with `elementwise`.
 """
 
-from hap.graph.nodes import shape_of
-from hap.tracing.rules import norms, products, recurrent
-from hap.tracing.rules.registry import (
-    RULES,
-    freeze_all,
-    labels_of_axis,
-    labels_on_axis,
-    pointwise,
-    pooling,
-    reduction,
-    rule,
-    structural,
-)
+from hap.graph.nodes import arguments, shape_of
+from hap.tracing.context import RuleContext, join_along, labels_of_axis
+from hap.tracing.label_tensors import labels_on_axis
+from hap.tracing.rules import indexing, layers, norms, products, recurrent
+from hap.tracing.rules.elementwise import pointwise
+from hap.tracing.rules.reductions import pooling, reduction
+from hap.tracing.rules.registry import RULES, freeze_all, rule
+from hap.tracing.rules.structural import structural
 
 __all__ = [
     "RULES",
+    "RuleContext",
+    "arguments",
     "freeze_all",
+    "indexing",
+    "join_along",
     "labels_of_axis",
     "labels_on_axis",
+    "layers",
     "norms",
     "pointwise",
     "pooling",
@@ -33,4 +37,4 @@ __all__ = [
     "rule",
     "shape_of",
     "structural",
-]  # fmt: skip
+]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from string import ascii_letters
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor, fx
 
 from hap.graph.nodes import shape_of
-from hap.groups.types import ActivationMacs, Ints
-from hap.tracing import weight_views
-from hap.tracing.rules import registry
+from hap.groups.types import Ints
+from hap.tracing.context import RuleContext, join_along, labels_of_axis
+from hap.tracing.label_tensors import labels_on_axis, zeros
+from hap.tracing.rules.registry import freeze_all
 from hap.tracing.weight_views import View
-
-if TYPE_CHECKING:
-    from hap.tracing.trace import Tracer
 
 
 def spelled(equation: str, ndims: list[int]) -> tuple[list[str], str]:
@@ -32,7 +28,7 @@ def spelled(equation: str, ndims: list[int]) -> tuple[list[str], str]:
     return terms, result.replace("...", dots)
 
 
-def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, term: str, result: str) -> Tensor:
+def weighted(context: RuleContext, node: fx.Node, x: fx.Node, axes: str, view: View, term: str, result: str) -> Tensor:
     """Labels of einsum("axes,term->result", x, weight): a layer whose weight may have several axes of either kind.
 
     Of those that it reads, and of those that it computes, one can be cut: the first.
@@ -40,34 +36,35 @@ def weighted(tracer: Tracer, node: fx.Node, x: fx.Node, axes: str, view: View, t
     own = {c: len(index) for c, index in zip(term, view.index, strict=True)}
     sizes = dict(zip(axes, shape_of(x), strict=True)) | own
     if any(own.get(c, size) != size for c, size in zip(axes, shape_of(x), strict=True)):
-        return registry.freeze_all(tracer, node, "stretches an axis of length one")
+        return freeze_all(context, node, "stretches an axis of length one")
     steps = {c: size for c, size in sizes.items() if c in term + result}  # an axis of x alone is summed over first
-    cut = [c for c, size in zip(axes, tracer.labels(x).shape, strict=True) if size > 1]
+    cut = [c for c, size in zip(axes, context.labels(x).shape, strict=True) if size > 1]
     inputs = {c: np.zeros(size, dtype=np.int64) for c, size in sizes.items()}
     passing, made = [c for c in cut if c in result], [c for c in result if c not in axes]
     if len(passing) > 1 or any(c not in term + result for c in cut) or any(c not in axes + result for c in term):
-        return registry.freeze_all(tracer, node, "an equation that is not understood")
+        return freeze_all(context, node, "an equation that is not understood")
     if passing:
-        inputs[passing[0]] = _passed(tracer, x, [axes.index(c) for c in cut if c not in passing])
-        tracer.products.append(ActivationMacs(inputs[passing[0]], math.prod(steps.values()) // sizes[passing[0]]))
+        inputs[passing[0]] = _passed(context, x, [axes.index(c) for c in cut if c not in passing])
+        context.activation_product(inputs[passing[0]], math.prod(steps.values()) // sizes[passing[0]])
     else:
         if cut:
-            inputs[cut[0]] = registry.labels_of_axis(tracer, x, axes.index(cut[0]))
-        tracer.contraction(node, view, math.prod(size for c, size in steps.items() if c not in term))
+            inputs[cut[0]] = labels_of_axis(context, x, axes.index(cut[0]))
+        context.contraction(node, view, math.prod(size for c, size in steps.items() if c not in term))
     for c in (c for c in term if c in axes):
-        weight_views.tie_inputs(tracer, view, term.index(c), inputs[c])
-    outputs = {c: weight_views.outputs(tracer, view, term.index(c)) for c in made[:1]}
+        context.tie_inputs(view, term.index(c), inputs[c])
+    outputs = {c: context.outputs(view, term.index(c)) for c in made[:1]}
     if passing:
         for labels in outputs.values():
-            tracer.freeze(labels, view.name, "works along an axis that is not cut")
+            context.freeze(labels, view.name, "works along an axis that is not cut")
     for c in made[1:]:
-        weight_views.tie_free(tracer, view, term.index(c), np.zeros(sizes[c], dtype=np.int64))
+        axis = term.index(c)
+        context.join(context.axis(view.name, view.dims[axis])[view.index[axis]], np.zeros(sizes[c], dtype=np.int64))
     way = next(iter(passing or made), None)
     if way is None:
-        return torch.zeros([1] * len(result), dtype=torch.int64)
-    return registry.labels_on_axis((inputs | outputs)[way], len(result), result.index(way))
+        return zeros(len(result))
+    return labels_on_axis((inputs | outputs)[way], len(result), result.index(way))
 
 
-def _passed(tracer: Tracer, x: fx.Node, summed: list[int]) -> Ints:
+def _passed(context: RuleContext, x: fx.Node, summed: list[int]) -> Ints:
     """What is cut along an axis that is not summed over, such as heads, passes, whole; the weight's outputs stay."""
-    return registry.joined_along(tracer, tracer.labels(x), summed).flatten().numpy()
+    return join_along(context, context.labels(x), summed).flatten().numpy()

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import fx
 
 from hap.graph.nodes import arguments, shape_of, short_name
-from hap.graph.operator_families import EXPANDING, RECURRENT, SAME_ORDER, STRUCTURAL, UNCHANGED
+from hap.graph.operator_families import GATES, STRUCTURAL, Trait, having
 from hap.groups.types import Ints
-from hap.tracing.rules import registry
+from hap.tracing.context import RuleContext, labels_of_axis
+from hap.tracing.label_tensors import labels_on_axis, varies
+from hap.tracing.rules.registry import COMPUTED, freeze_all, rule
 from hap.tracing.weight_views import View
 
-if TYPE_CHECKING:
-    from hap.tracing.trace import Tracer
-
+UNCHANGED = having(Trait.UNCHANGED)
+STRETCHING = UNCHANGED | having(Trait.EXPANDS) | having(Trait.SAME_ORDER) | {"repeat"}
 PACKED = "reads a packed sequence"
 PROJECTED = "projects its states (proj_size)"
 ACROSS = "runs along an axis that would be cut"
@@ -38,87 +39,89 @@ class Direction:
     biases: tuple[str, ...]
 
 
-@registry.rule(*(name for name in RECURRENT if not name.endswith("_cell")))
-def recurrent(tracer: Tracer, node: fx.Node) -> Any:
+@rule("recurrent")
+def recurrent(context: RuleContext, node: fx.Node) -> Any:
     """Outputs (batch and steps, in either order, x features) and the states after the last step."""
     given = arguments(node)
     if "batch_sizes" in given:
-        return registry.freeze_all(tracer, node, PACKED)
+        return freeze_all(context, node, PACKED)
     per, sides = 4 if given["has_biases"] else 2, 2 if given["bidirectional"] else 1
     if len(given["params"]) != per * sides * given["num_layers"]:
-        return registry.freeze_all(tracer, node, PROJECTED)
-    names = [tracer.parameter(p) for p in given["params"]]
-    units = _units(tracer, node, given["input"], names, per, sides)
+        return freeze_all(context, node, PROJECTED)
+    names = [context.parameter(p) for p in given["params"]]
+    units = _units(context, node, given["input"], names, per, sides)
     if units is None:
-        return registry.freeze_all(tracer, node, registry.COMPUTED)
+        return freeze_all(context, node, COMPUTED)
     states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
-    _start(tracer, node, states, units)
-    last = registry.labels_on_axis(units, 3, -1)
-    return [registry.labels_on_axis(np.tile(units, sides), 3, -1), *(last for _ in states)]
+    _start(context, node, states, units)
+    last = labels_on_axis(units, 3, -1)
+    return [labels_on_axis(np.tile(units, sides), 3, -1), *(last for _ in states)]
 
 
-@registry.rule(*(name for name in RECURRENT if name.endswith("_cell")))
-def cell(tracer: Tracer, node: fx.Node) -> Any:
+@rule("cell")
+def cell(context: RuleContext, node: fx.Node) -> Any:
     """One step of one layer, from one state to the next."""
     given = arguments(node)
     biases = [b for b in (given["b_ih"], given["b_hh"]) if b is not None]
-    names = [tracer.parameter(p) for p in (given["w_ih"], given["w_hh"], *biases)]
-    units = _units(tracer, node, given["input"], names, len(names), 1)
+    names = [context.parameter(p) for p in (given["w_ih"], given["w_hh"], *biases)]
+    units = _units(context, node, given["input"], names, len(names), 1)
     if units is None:
-        return registry.freeze_all(tracer, node, registry.COMPUTED)
+        return freeze_all(context, node, COMPUTED)
     states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
-    _start(tracer, node, states, units)
-    labels = registry.labels_on_axis(units, 2, -1)
+    _start(context, node, states, units)
+    labels = labels_on_axis(units, 2, -1)
     return [labels for _ in states] if isinstance(node.meta["val"], list | tuple) else labels
 
 
-def _units(tracer: Tracer, node: fx.Node, x: fx.Node, names: list[str | None], per: int, sides: int) -> Ints | None:
+def _units(
+    context: RuleContext, node: fx.Node, x: fx.Node, names: list[str | None], per: int, sides: int
+) -> Ints | None:
     """The labels of the hidden units, once all that computes and reads them is tied; None if weights are computed."""
     known = [name for name in names if name is not None]
     if len(known) < len(names):
         return None
     parts = [known[i : i + per] for i in range(0, len(known), per)]
     directions = [Direction(part[0], part[1], tuple(part[2:])) for part in parts]
-    gates = RECURRENT[short_name(node)]
-    hidden = tracer.index.shapes[directions[0].states][1]
-    units = tracer.axis(directions[0].inputs, 0, "out")[:hidden]
+    gates = GATES[short_name(node).removesuffix("_cell")]
+    hidden = context.index.shapes[directions[0].states][1]
+    units = context.axis(directions[0].inputs, 0, "out")[:hidden]
     for place, direction in enumerate(directions):
-        read = _features(tracer, node, x) if place < sides else np.tile(units, sides)
+        read = _features(context, node, x) if place < sides else np.tile(units, sides)
         for weight, labels in ((direction.inputs, read), (direction.states, units)):
-            tracer.join(tracer.axis(weight, 0, "out").reshape(gates, hidden), units)
-            tracer.tie(weight, 1, labels, "in")
-            tracer.contraction(node, View.of(weight, tracer.index.shapes[weight]), math.prod(shape_of(x)[:-1]))
+            context.join(context.axis(weight, 0, "out").reshape(gates, hidden), units)
+            context.tie(weight, 1, labels, "in")
+            context.contraction(node, View.of(weight, context.index.shapes[weight]), math.prod(shape_of(x)[:-1]))
         for bias in direction.biases:
-            tracer.tie(bias, 0, np.tile(units, gates), "free")
+            context.tie(bias, 0, np.tile(units, gates), "free")
     return units
 
 
-def _features(tracer: Tracer, node: fx.Node, x: fx.Node) -> Ints:
+def _features(context: RuleContext, node: fx.Node, x: fx.Node) -> Ints:
     """The labels of what a layer reads or starts from, along the last axis."""
-    labels = tracer.labels(x)
+    labels = context.labels(x)
     if labels.numel() > 1 and labels.shape[-1] == 1:
-        tracer.freeze(labels, short_name(node), ACROSS)
+        context.freeze(labels, short_name(node), ACROSS)
         return np.zeros(shape_of(x)[-1], dtype=np.int64)
-    return registry.labels_of_axis(tracer, x, -1)
+    return labels_of_axis(context, x, -1)
 
 
 # ---- initial states -----------------------------------------------------------------------------------------------
 
 
-def _start(tracer: Tracer, node: fx.Node, states: list[fx.Node], units: Ints) -> None:
+def _start(context: RuleContext, node: fx.Node, states: list[fx.Node], units: Ints) -> None:
     """States to start from share the fate of the units. Zeros are made as long as the units that are left."""
     for state in states:
         zeros = _zeros(state)
-        if zeros is not None and not registry.varies(tracer.values[zeros]):
+        if zeros is not None and not varies(context.values[zeros]):
             if shape_of(zeros)[-1] == len(units):
-                tracer.values[zeros] = registry.labels_on_axis(units, len(shape_of(zeros)), -1)
-            if tracer.module(zeros) != tracer.module(node):  # a forward that makes them has their size from somewhere
-                tracer.sized.append(units)
-                tracer.shaped.append((tracer.module(zeros), tracer.values[zeros], None))
+                context.values[zeros] = labels_on_axis(units, len(shape_of(zeros)), -1)
+            if context.module(zeros) != context.module(node):  # a forward that makes them has their size from somewhere
+                context.sized(units)
+                context.reshaped(zeros, context.values[zeros])
             continue
-        labels = _features(tracer, node, state if zeros is None else zeros)
-        tracer.freeze(units[labels == 0], tracer.module(node) or short_name(node), GIVEN)
-        tracer.join(labels[labels != 0], units[labels != 0])
+        labels = _features(context, node, state if zeros is None else zeros)
+        context.freeze(units[labels == 0], context.module(node) or short_name(node), GIVEN)
+        context.join(labels[labels != 0], units[labels != 0])
 
 
 def _zeros(node: fx.Node) -> fx.Node | None:
@@ -128,7 +131,7 @@ def _zeros(node: fx.Node) -> fx.Node | None:
     if short_name(node) in ("zeros", "new_zeros"):
         return None if _written_to(node) else node
     source = node.args[0] if node.args else None
-    same = short_name(node) in UNCHANGED | EXPANDING | SAME_ORDER | {"repeat"}
+    same = short_name(node) in STRETCHING
     return _zeros(source) if same and isinstance(source, fx.Node) else None
 
 
@@ -138,9 +141,3 @@ def _written_to(node: fx.Node) -> bool:
     return any(
         name.endswith("_") or (name in STRUCTURAL | UNCHANGED and _written_to(user)) for user, name in users.items()
     )
-
-
-# ---- what follows -------------------------------------------------------------------------------------------------
-
-
-# ---- derivatives --------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""From labels to `Groups`: classes, units by the weights that compute them, and all that planning and surgery ask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from hap.errors import HapError
+from hap.groups.components import occurring
+from hap.groups.groups import Groups
+from hap.groups.types import (
+    ActivationMacs,
+    Group,
+    Ints,
+    OutputScatter,
+    Producer,
+    Rewiring,
+    SizeAttribute,
+    TracedCosts,
+    Traits,
+)
+from hap.tracing.context import RuleContext
+from hap.tracing.label_tensors import same_along
+from hap.tracing.labels import LabelStore, Reshaped
+from hap.tracing.settle import classes_of_produced, concatenated
+from hap.tracing.unprunable import ASKED, STREAM, find_untouched
+from hap.tracing.zero_padding import pad_with_zeros
+
+
+class GroupsBuilder:
+    """Builds the groups of a walk, as often as more of its labels are frozen. `root` has the class of every label."""
+
+    def __init__(self, context: RuleContext, coupling: str, example: Any, stream: bool):
+        self.context, self.store = context, context.store
+        self.coupling, self.example, self.stream = coupling, example, stream
+        self.root: Ints = np.zeros(1, dtype=np.int64)
+
+    def build(self) -> Groups:
+        """The groups as the labels are now. Where zeros cannot stand in for what is held, that is frozen."""
+        context, store, root = self.context, self.store, classes_of_produced(self.store)
+        self.root = root
+        axes = {key: root[labels] for key, labels in store.axes.items()}
+        streams = [OutputScatter(s.module, root[s.narrow], root[s.wide]) for s in store.streams]
+        edges = [np.stack([s.narrow, s.wide], axis=1) for s in streams]
+        feeds = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *edges]), axis=0)
+        costs, norms, flow, uses = context.costs, context.norms, context.flow, context.costs.uses
+        shared = next((w for w, n in uses.items() if n > 1), None)
+        untouched = find_untouched(context.index, store, norms if not self.stream else None, axes)
+        groups = Groups(
+            coupling=self.coupling,
+            groups=_group_units(store, axes, feeds),
+            axes=axes,
+            classes=store.count,
+            feeds=feeds,
+            shapes=context.index.shapes,
+            trainable=context.index.trainable,
+            costs=TracedCosts(
+                weight_macs=tuple(costs.weights),
+                activation_macs=tuple(ActivationMacs(root[p.classes], p.positions) for p in costs.activations),
+                fixed_macs=costs.fixed,
+                written_values=tuple(_written(flow.layers, root)),
+                uncounted=tuple(sorted(costs.uncounted)),
+            ),
+            rewiring=Rewiring(
+                size_attributes=tuple(replace(x, classes=root[x.classes]) for x in context.sizes.attributes),
+                input_selections=tuple(replace(x, classes=root[x.classes]) for x in context.rewired.selections),
+                output_scatters=tuple(streams),
+            ),
+            traits=Traits(
+                spanned=_removable(root, norms.spanned),
+                in_activation_products=_removable(root, flow.operands),
+                whole_matrices=_removable(
+                    root, [x.ravel() for x, dims in flow.seen_whole if _one_of_several(root[x], dims)]
+                ),
+            ),
+            used_once=frozenset(w for w in costs.direct if uses[w] == 1),
+            conv_geometry={w: s for w, s in costs.geometries.items() if uses[w] == 1},
+            batchnorm_weights=tuple(dict.fromkeys(norms.scales)),
+            frozen=tuple(dict.fromkeys([*(cause for _, cause in store.causes), *untouched.values()])),
+            unprunable=untouched,
+            curved=costs.curved or (shared and f"{shared} is used twice"),
+            example=self.example,
+        )
+        held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in store.held)])])
+        index, used_inside = context.index, context.rewired.used_inside
+        groups, unable = pad_with_zeros(groups, held, index.called, index.modules, used_inside)
+        self.root = np.where(np.isin(root, list(groups.traits.zero_padded)), 0, root)
+        if not len(unable):
+            return groups
+        for labels, about in store.held:
+            if np.isin(root[labels], unable).any():
+                store.freeze(labels[np.isin(root[labels], unable)], about.what, about.why)
+        return self.build()
+
+    def settle(self, ignore: Sequence[str]) -> Groups:
+        """The groups without those to `ignore` and, unless it was asked for, without the residual stream."""
+        groups = self.build()
+        if self._hold_averaged():
+            groups = self.build()
+        if not self.stream and self._freeze_stream(groups):
+            groups = self.build()
+        ignored = groups.matching(ignore, "ignore")
+        return self.build_without(groups, dict.fromkeys(ignored, ASKED)) if ignored else groups
+
+    def build_without(self, groups: Groups, reasons: Mapping[str, str]) -> Groups:
+        """The groups once these are frozen, each for a reason."""
+        for name, why in reasons.items():
+            self.store.freeze(groups[name].classes, name, why)
+        return self.build()
+
+    def _hold_averaged(self) -> bool:
+        """Freeze what is averaged over and also reshaped by size. Values change with an average, so that no run could
+        tell whether the sizes are right."""
+        averaged = self.root[concatenated(self.context.norms.averaged)]
+        doubtful = np.intersect1d(averaged, self.sized_classes())
+        self.store.hold(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
+        return len(doubtful) > 0
+
+    def _freeze_stream(self, groups: Groups) -> bool:
+        """Freeze what branches add up to and a norm averages over; True if there is such a thing."""
+        norms = self.context.norms
+        stream = np.intersect1d(self.root[concatenated(norms.summed)], self.root[concatenated(norms.normed)])
+        stream = np.setdiff1d(stream, [0])
+        names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()] if len(stream) else []
+        self.store.freeze(stream, ", ".join(names), STREAM)
+        return len(stream) > 0
+
+    # ---- what a trial asks ----------------------------------------------------------------------------------
+
+    def classes_of(self, node: fx.Node) -> Ints | None:
+        """The class of each position of a node's result, with size 1 along axes where it does not vary."""
+        labels = self.context.values.get(node)
+        return self.root[labels.numpy()] if isinstance(labels, Tensor) else None
+
+    def counting_attributes(self) -> list[SizeAttribute]:
+        """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`.
+
+        Or of one part of something split there, by sizes in a tuple.
+        """
+        found: dict[tuple[str, str, int], dict[bytes, SizeAttribute]] = {}
+        modules = self.context.index.modules
+        for it in (x for x in self.store.reshaped if x.labels.numel() and x.module in modules):
+            for size, classes in self._counted_axes(it):
+                for attribute, entry in _integers(modules[it.module], size, it.part):
+                    axes = found.setdefault((it.module, attribute, entry), {})
+                    number = SizeAttribute(it.module, attribute, classes, entry=entry, axis=len(axes))
+                    axes.setdefault(classes.tobytes(), number)
+        return [number for axes in found.values() for number in axes.values()]
+
+    def _counted_axes(self, reshaped: Reshaped) -> Iterator[tuple[int, Ints]]:
+        """The axes along which a reshaped tensor has one class at each index, and not the same one at all."""
+        roots = torch.from_numpy(np.asarray(self.root[reshaped.labels.numpy()]))
+        for dim, size in enumerate(roots.shape):
+            rows = roots.movedim(dim, 0).reshape(size, -1)
+            if size > 1 and bool((rows == rows[:, :1]).all()) and len(rows[:, 0].unique()) > 1:
+                yield size, rows[:, 0].numpy()
+
+    def sized_classes(self) -> Ints:
+        """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""
+        sized = (self.root[labels] for labels in self.context.sizes.sized)
+        return np.setdiff1d(np.flatnonzero(occurring(self.store.count, sized)), [0])
+
+    def sliced_classes(self) -> Ints:
+        """Classes of tensors that are sliced along an axis that is cut. An end beyond what is left raises nothing."""
+        grids = [(self.root[labels], dim) for labels, dim in self.context.sizes.sliced]
+        return np.setdiff1d(concatenated([grid.ravel() for grid, dim in grids if not same_along(grid, [dim])]), [0])
+
+
+def _integers(module: nn.Module, size: int, part: int | None) -> Iterator[tuple[str, int]]:
+    """The attributes of a module, and the entries in tuples among them, that equal a size.
+
+    Of a tensor that is split, entry i of a tuple counts `part` i. `nn.MultiheadAttention` has a way of its own with
+    fewer heads.
+    """
+    own = {"num_heads": module.num_heads} if isinstance(module, nn.MultiheadAttention) else vars(module)
+    for attribute, value in own.items():
+        several = isinstance(value, tuple | list)
+        for entry, number in enumerate(value if several else [value]):
+            if type(number) is int and number == size and (part in (None, entry) or not several):
+                yield attribute, entry
+
+
+def _one_of_several(grid: Ints, dims: list[int]) -> bool:
+    """Whether the entries are the same all along these axes, and not along all."""
+    return same_along(grid, dims) and not same_along(grid, list(range(grid.ndim)))
+
+
+def _removable(root: Ints, labels: list[Ints]) -> frozenset[int]:
+    """The classes of these labels, without that of what is never removed."""
+    return frozenset(np.flatnonzero(occurring(len(root), (root[some] for some in labels))).tolist()) - {0}
+
+
+def _written(layers: Mapping[fx.Node, Any], root: Ints) -> Iterator[ActivationMacs]:
+    """What the layers write: as many values for each label of an output as it stands for."""
+    for node, labels in layers.items():
+        value = node.meta["val"]
+        if isinstance(labels, list):  # a recurrent layer also returns its last states
+            labels, value = labels[0], value[0]
+        if isinstance(labels, Tensor) and labels.numel():
+            yield ActivationMacs(root[labels.flatten().numpy()], value.numel() // labels.numel())
+
+
+def _group_units(store: LabelStore, axes: dict[tuple[str, int], Ints], feeds: Ints) -> dict[str, Group]:
+    """Units by the first weight that computes them, with all weights that compute or read them."""
+    owner = np.full(store.count, -1, dtype=np.int64)
+    unit = np.full(store.count, -1, dtype=np.int64)
+    homes: list[tuple[tuple[str, int], Ints]] = []
+    for key in (k for k, role in store.roles.items() if role == "out"):
+        classes = np.array([c for c in dict.fromkeys(axes[key].tolist()) if c and owner[c] < 0], dtype=np.int64)
+        if len(classes):
+            owner[classes], unit[classes] = len(homes), np.arange(len(classes))
+            homes.append((key, classes))
+    producers: list[list[Producer]] = [[] for _ in homes]
+    consumers: list[list[tuple[str, int]]] = [[] for _ in homes]
+    for key, labels in axes.items():
+        if store.roles[key] == "out":
+            for g in np.unique(owner[labels[owner[labels] >= 0]]):
+                producers[g].append(Producer(*key, np.where(owner[labels] == g, unit[labels], -1)))
+        elif store.roles[key] == "in":
+            read = np.concatenate([labels, feeds[np.isin(feeds[:, 1], labels[labels > 0]), 0]])
+            for g in np.unique(owner[read[owner[read] >= 0]]):
+                consumers[g].append(key)
+    modules = Counter(key[0].rpartition(".")[0] for key, _ in homes)
+    groups: dict[str, Group] = {}
+    for g, (key, classes) in enumerate(homes):
+        module = key[0].rpartition(".")[0]
+        name = module if module and modules[module] == 1 else key[0]  # a module with several weights names them
+        if name in groups:
+            raise HapError(f"{key[0]} is taken to compute units along two of its axes, which is an error of HAP")
+        groups[name] = Group(name, classes, tuple(producers[g]), tuple(consumers[g]))
+    return groups

@@ -1,0 +1,231 @@
+"""RuleContext: what a rule may ask, decide and note while labels go through a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from hap.graph.index import GraphIndex
+from hap.graph.nodes import shape_of, short_name
+from hap.graph.shared_tables import TableUse
+from hap.groups.components import distinct
+from hap.groups.types import ActivationMacs, ConvGeometry, InputSelection, Ints, SizeAttribute, WeightMacs
+from hap.tracing.findings import CostFindings, Dataflow, NormFindings, RewiredFindings, SizeFindings
+from hap.tracing.label_tensors import long_axes, varies
+from hap.tracing.labels import ConstantPosition, LabelStore, PartialOperand, Reshaped
+from hap.tracing.weight_views import View, find_views
+
+
+class RuleContext:
+    """What a rule works with: `rule(context, node)` returns the labels of the node's result.
+
+    Ask: `labels(node)`, `entering(node)`, `weight_view(node)`, `parameter(node)`, `module(node)`.
+    Label a weight: `tie_inputs` what it reads, `outputs` what it computes, `tie_bias`, `axis`, `tie`, `fresh`.
+    Decide: `join` labels that share one fate, `freeze` labels that stay, `hold` those that stay as many as they are.
+    Note what it costs: `contraction`, `activation_product`, `fixed_cost`.
+    Note what the checks have to know: `spans`, `sized`, `sliced`, `reshaped`, `count`.
+
+    All else that is noted here serves the rules of attention, normalisations and convolutions.
+    """
+
+    def __init__(self, index: GraphIndex, store: LabelStore | None = None):
+        self.index = index
+        self.store = store = store or LabelStore(index.shapes, index.trainable)
+        self.fresh, self.axis, self.tie = store.fresh, store.axis, store.tie
+        self.join, self.freeze, self.hold = store.join, store.freeze, store.hold
+        self.costs, self.norms, self.sizes = CostFindings(), NormFindings(), SizeFindings()
+        self.rewired, self.flow = RewiredFindings(), Dataflow()
+        self.values: dict[fx.Node, Any] = {}
+        self.views: dict[fx.Node, Any] = find_views(index, store)
+        self.reader: fx.Node | None = None
+        self.entered: dict[tuple[fx.Node, TableUse | None], Tensor] = {}
+
+    # ---- asking ---------------------------------------------------------------------------------------------
+
+    def labels(self, node: fx.Node) -> Tensor:
+        """The labels of a tensor: one integer per position, with size 1 along axes where they do not vary."""
+        if node in self.index.parameters:
+            return self.store.of_parameter(self.index.parameters[node])
+        use = self.index.table_uses.get((node, self.reader)) if self.reader is not None else None
+        return self._entered(node, use) if node in self.index.tables else self.values[node]
+
+    def _entered(self, table: fx.Node, use: TableUse | None) -> Tensor:
+        """The labels of a table inside a module that picks its own part of it along the one axis where it varies.
+
+        The module that makes the table has no such way; it works with all of it.
+        """
+        if (table, use) not in self.entered:
+            labels = self.values[table]
+            long = long_axes(labels.shape)
+            if len(long) == 1 and varies(labels):
+                self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
+                own = self.fresh(labels.numel())
+                if use is None:
+                    self.hold(own, table.name, "shared by several modules, of which this one makes it")
+                else:
+                    self.rewired.selections.append(InputSelection(use.module, use.argument, long[0], own))
+                labels = torch.from_numpy(own).view(labels.shape)
+            self.entered[table, use] = labels
+        return self.entered[table, use]
+
+    def entering(self, node: fx.Node) -> list[Tensor]:
+        """The labels of all tensors that enter a node."""
+        found: list[Any] = []
+        for a in node.all_input_nodes:
+            value = self.labels(a) if a in self.index.parameters or a in self.values else None
+            found += value if isinstance(value, list) else [value]
+        return [v for v in found if isinstance(v, Tensor)]
+
+    def parameter(self, node: Any) -> str | None:
+        """The name of the parameter or buffer that a node stands for; None for anything else."""
+        return self.index.parameter(node)
+
+    def module(self, node: fx.Node) -> str:
+        """The innermost module that ran this node, by the first of its names."""
+        return self.index.module(node)
+
+    def weight_view(self, node: Any) -> View | None:
+        """What a layer's weight is made from, also transposed or in part; None if it is an activation."""
+        if (name := self.parameter(node)) is not None:
+            return View.of(name, self.index.shapes[name])
+        return self.views.get(node) if isinstance(node, fx.Node) else None
+
+    # ---- labels of weights ----------------------------------------------------------------------------------
+
+    def outputs(self, view: View, axis: int) -> Ints:
+        """The labels of what the weight computes along this axis of the view."""
+        return self.axis(view.name, view.dims[axis], "out")[view.index[axis]]
+
+    def tie_inputs(self, view: View, axis: int, labels: Ints) -> None:
+        """What the weight reads along this axis of the view has these labels."""
+        if view.whole:
+            self.tie(view.name, view.dims[axis], labels, "in")
+        else:
+            self.join(self.axis(view.name, view.dims[axis], "in")[view.index[axis]], labels)
+        if view.spans:
+            self.spans(labels)
+
+    def tie_bias(self, bias: Any, labels: Ints) -> None:
+        """A vector that is added, parameter or not, goes with these labels. None is no bias."""
+        if isinstance(bias, fx.Node):
+            name = self.parameter(bias)
+            if name is None:
+                self.join(labels_of_axis(self, bias, 0), labels)
+            else:
+                self.tie(name, 0, labels, "free")
+
+    # ---- labels that are decided on later -------------------------------------------------------------------
+
+    def lacks_axes(self, labels: Ints, operand: Ints, dims: list[int]) -> None:
+        """An operand varies along `dims` alone: it follows, unless whole indices of the other axes go."""
+        self.store.partial.append(PartialOperand(labels, operand, dims))
+
+    def counts_past(self, labels: Ints, passed: Ints, dim: int) -> None:
+        """The code names a position along an axis: what it is counted past stays, if any index of the axis may go."""
+        self.store.constant.append(ConstantPosition(labels, passed, dim))
+
+    def reshaped(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
+        """The node's module gives a tensor this shape: it stays rectangular, and attributes may count its axes."""
+        self.store.reshaped.append(Reshaped(self.module(node), labels, part))
+
+    # ---- what it costs --------------------------------------------------------------------------------------
+
+    def contraction(self, node: fx.Node, view: View, positions: int) -> None:
+        """A layer multiplies each element of a weight so many times."""
+        weight, module, layer = view.name, self.module(node), self.index.module_of(node)
+        self.costs.uses[weight] += 1
+        as_stored = view.whole and not view.spans and f"{module}.weight" == weight
+        if as_stored and isinstance(layer, _ConvNd | nn.Linear):
+            self.costs.direct.add(weight)
+        if short_name(node) == "linear" and view.whole and self._is_inside(weight, module):
+            self.rewired.used_inside[weight] = module
+        part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
+        self.costs.weights.append(WeightMacs(weight, positions, part))
+        self.flow.layers[node] = None  # its labels, once they are there
+
+    def _is_inside(self, weight: str, outer: str) -> bool:
+        """Whether a module's own forward uses the weight of a layer in it, which it does not call."""
+        owner = weight.rpartition(".")[0]
+        return owner != outer and f"{owner}.".startswith(f"{outer}." if outer else "")
+
+    def activation_product(self, labels: Tensor | Ints, positions: int) -> None:
+        """So many multiply-adds for each of these labels that stays, whatever weights there are."""
+        self.costs.activations.append(ActivationMacs(np.asarray(labels).ravel(), positions))
+
+    def fixed_cost(self, macs: int, uncounted: set[str]) -> None:
+        """Multiply-adds that no plan changes, and operators that may be matrix products and are not counted."""
+        self.costs.fixed += macs
+        self.costs.uncounted |= uncounted
+
+    def convolution(self, geometry: ConvGeometry) -> None:
+        """A layer that an implant could stand in for."""
+        self.costs.geometries[geometry.weight] = geometry
+
+    # ---- what the checks have to know -----------------------------------------------------------------------
+
+    def spans(self, labels: Tensor | Ints, normed: bool = False, averaged: bool = False) -> None:
+        """What is left changes if some of these go: the values of a weight's row, a norm, or an average."""
+        flat = distinct(labels)
+        self.norms.spanned.append(flat)
+        if normed or averaged:
+            self.norms.normed.append(flat)
+        if averaged:
+            self.norms.averaged.append(flat)
+
+    def scales_channels(self, parameter: str) -> None:
+        """The weight of a batch normalisation."""
+        self.norms.scales.append(parameter)
+
+    def sums_branches(self, labels: Tensor) -> None:
+        """What branches add up to."""
+        self.norms.summed.append(distinct(labels))
+
+    def sized(self, *labels: Tensor | Ints) -> None:
+        """These pass through an operator with sizes among its arguments, which a forward may have hard-coded."""
+        self.sizes.sized += [distinct(x) for x in labels]
+
+    def sliced(self, labels: Tensor, dim: int) -> None:
+        """A slice along an axis: an end beyond what is left raises nothing."""
+        self.sizes.sliced.append((labels.numpy(), dim))
+
+    def count(self, module: str, attribute: str, labels: Tensor, per: int = 1) -> None:
+        """An integer of a module counts these labels, over a divisor."""
+        self.sizes.attributes.append(SizeAttribute(module, attribute, labels.flatten().numpy(), per))
+
+    # ---- products of activations ----------------------------------------------------------------------------
+
+    def multiplies(self, node: fx.Node, *operands: fx.Node) -> None:
+        """A product of what layers compute, and not of activations with a constant, is what an attention is made of."""
+        made = [self.flow.sources.get(x, frozenset()) for x in operands]
+        self.flow.products[node] = all(layers and layers <= self.flow.layers.keys() for layers in made)
+        if all(made):
+            self.flow.operands += [distinct(self.labels(x)) for x in operands]
+
+    def sees_whole(self, labels: Tensor, dims: list[int]) -> None:
+        """A product of activations sees all of what has one label along these axes, such as a head."""
+        self.flow.seen_whole.append((labels.numpy(), dims))
+
+
+def labels_of_axis(context: RuleContext, node: fx.Node, dim: int) -> Ints:
+    """One label per index of axis `dim`. Labels that vary along other axes too are joined, index by index."""
+    labels, size = context.labels(node), shape_of(node)[dim]
+    if not labels.numel():
+        return np.zeros(size, dtype=np.int64)
+    rows = labels.movedim(dim, 0).reshape(labels.shape[dim], -1).numpy()
+    if rows.shape[1] > 1:
+        context.join(rows, rows[:, :1])
+    return np.broadcast_to(rows[:, 0], size).copy()
+
+
+def join_along(context: RuleContext, labels: Tensor, dims: list[int]) -> Tensor:
+    """Where labels vary along other axes too, those along `dims` share one fate, and the axes drop out."""
+    if not dims or labels.numel() == np.prod([labels.shape[d] for d in dims]):
+        return labels
+    for d in dims:
+        context.join(labels.numpy(), labels.narrow(d, 0, 1).numpy())
+        labels = labels.narrow(d, 0, 1)
+    return labels

@@ -1,0 +1,151 @@
+"""Rules for operators that move elements without computing: they run on the labels themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hap.graph.broadcast_axes import varying_shape
+from hap.graph.nodes import arguments, shape_of, short_name
+from hap.graph.operator_families import Trait, having
+from hap.tracing.context import RuleContext, labels_of_axis
+from hap.tracing.label_tensors import compress, unlabelled, varies
+from hap.tracing.rules.elementwise import constrains
+from hap.tracing.rules.registry import freeze_all, rule
+
+SIZED, SPLITTING = having(Trait.SIZED), having(Trait.SPLITS)
+RESHAPES = {"_unsafe_view", "flatten", "reshape", "unflatten", "view"}
+"""Operators that give the same elements, in the same order, another shape; or the same bits another type."""
+
+
+@rule("structural")
+def structural(context: RuleContext, node: fx.Node) -> Any:
+    """Run the operator itself on the labels."""
+    if not any(varies(x) for x in context.entering(node)):
+        return unlabelled(node.meta["val"])
+    if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
+        given = arguments(node)
+        channels = torch.from_numpy(labels_of_axis(context, given["self"], 1))
+        context.reshaped(node, channels.view(given["groups"], -1))
+    try:
+        row = side_by_side(context, node)
+        result = _on_labels(context, node) if row is None else row
+    except (RuntimeError, TypeError, NotImplementedError):
+        return freeze_all(context, node, "an operator that cannot run on labels")
+    result = [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
+    if short_name(node) in SIZED and not _takes_the_rest(node, result):
+        context.sized(*context.entering(node))
+    if not isinstance(result, list | tuple):
+        if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
+            context.sliced(context.labels(source), int(arguments(node).get("dim", 0)))
+        context.reshaped(node, result)
+        return result
+    if short_name(node) in SPLITTING and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
+        for part in result:  # a forward that asks for equal parts goes on getting the same ones
+            context.join(part.numpy(), result[0].numpy())
+    for i, part in enumerate(result):
+        context.reshaped(node, part, i)
+    return result
+
+
+def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
+    """The labels of tensors in a row along an axis that nobody cuts, such as tokens: they go together, index by index.
+
+    Those that are alike for all that goes, such as a key of zeros, have no say. None: it is not as simple as that.
+    """
+    if short_name(node) not in ("cat", "concat"):
+        return None
+    given = arguments(node)
+    labels = {a: context.labels(a) for a in given["tensors"]}
+    cut = [x for x in labels.values() if varies(x)]
+    if len({x.shape for x in cut}) != 1 or cut[0].numel() == 1 or cut[0].shape[given["dim"]] > 1:
+        return None
+    others = [varying_shape(a) for a, x in labels.items() if not varies(x)]
+    if any(len(e) != cut[0].ndim or constrains(cut[0], e) for e in others):
+        return None
+    for x in cut[1:]:
+        context.join(cut[0].numpy(), x.numpy())
+    return cut[0]
+
+
+def _takes_the_rest(node: fx.Node, result: Any) -> bool:
+    """Whether the one axis along which a reshaped tensor, compressed, varies has the size -1: `view(1, -1, 1, 1)`.
+
+    Such a size follows whatever goes, and no other counts it.
+    """
+    if short_name(node) not in ("reshape", "view"):
+        return False
+    sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
+    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, result.shape, strict=True) if long > 1)
+
+
+def _on_labels(context: RuleContext, node: fx.Node) -> Any:
+    """What the operator makes of labels in place of values. They are expanded, not written out, wherever that will do.
+
+    A concatenation writes out its result, so other axes than its own stay short where no operand varies along them. So
+    do those along which elements are rolled.
+    """
+    known = [
+        a for a in node.all_input_nodes if a in context.index.parameters or isinstance(context.values.get(a), Tensor)
+    ]
+    labels = {a: context.labels(a) for a in known}
+    shapes = {a: list(shape_of(a)) for a in known}
+    if short_name(node) in RESHAPES and _same_elements(known[0], node):
+        return _reshaped(labels[known[0]], shapes[known[0]], list(shape_of(node)))
+    if short_name(node) in ("cat", "concat", "flip", "roll", "stack"):
+        ndim = len(shapes[known[0]])
+        along = arguments(node)["dim"] % ndim if short_name(node) in ("cat", "concat") else None
+        for d in (d for d in range(ndim) if d != along):
+            if len({len(s) for s in shapes.values()}) == 1 and all(x.shape[d] == 1 for x in labels.values()):
+                for shape in shapes.values():
+                    shape[d] = min(shape[d], 1)
+
+    def call(written_out: bool) -> Any:
+        def value(a: fx.Node) -> Any:
+            if a not in labels:
+                return a.meta.get("val")
+            wide = labels[a].expand(shapes[a])
+            return wide.contiguous() if written_out else wide
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    try:
+        return call(written_out=False)
+    except RuntimeError:  # such as a view across axes of which one is expanded
+        return call(written_out=True)
+
+
+def _same_elements(before: fx.Node, after: fx.Node) -> bool:
+    """Of one type; and there are some."""
+    return before.meta["val"].dtype == after.meta["val"].dtype and after.meta["val"].numel() > 0
+
+
+def _reshaped(labels: Tensor, before: list[int], after: list[int]) -> Tensor:
+    """Axes that stay as they are, at either end, are not written out where labels do not vary along them."""
+    for ends in (range(len(after)), range(-1, -1 - len(after), -1)):
+        for d in ends:
+            if not -len(before) <= d < len(before) or before[d] != after[d]:
+                break
+            if labels.shape[d] == 1:
+                before[d] = after[d] = 1
+    return labels.expand(before).reshape(after)
+
+
+@rule("padding")
+def padding(context: RuleContext, node: fx.Node) -> Any:
+    """What is added along an axis that is not cut belongs to the same units; along a cut one it is always kept."""
+    source, amounts, mode = node.args[0], node.args[1], arguments(node).get("mode", "constant")
+    assert isinstance(source, fx.Node) and isinstance(amounts, list | tuple)
+    labels = context.labels(source)
+    padded = {labels.ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
+    cut = [d for d in padded if labels.shape[d] > 1]
+    if not cut and (labels.numel() > 1 or not varies(labels)):
+        return labels
+    if mode != "constant" or labels.numel() == 1:
+        return freeze_all(context, node, "pads an axis that would be cut")
+    context.sized(labels)
+    shape = [s if d in padded else labels.shape[d] for d, s in enumerate(shape_of(source))]
+    return compress(nn.functional.pad(labels.expand(shape), list(amounts)))  # type: ignore[arg-type]
