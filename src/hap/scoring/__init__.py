@@ -53,12 +53,10 @@ class Reversed(Criterion):
         return {"name": self.name, "of": self.of.to_dict()}
 
 
-FAMILIES = (
-    (HessianTrace, JointTrace, GateCurvature, GateGradient),
-    (Magnitude, L1, Random, BNScale, GeometricMedian),
-    (Taylor, DiagonalFisher, OBD),
-)
-CRITERIA: dict[str, type[Criterion]] = {criterion.name: criterion for family in FAMILIES for criterion in family}
+BASELINES = (Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
+CRITERIA: dict[str, type[Criterion]] = {
+    criterion.name: criterion for criterion in (HessianTrace, *BASELINES, JointTrace, GateGradient, GateCurvature)
+}
 """Criteria by name. All lists of names, such as those of the command line, are made from this."""
 
 

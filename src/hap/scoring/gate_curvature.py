@@ -21,7 +21,7 @@ from hap.scoring.affine import affine_norms
 from hap.scoring.base import Criterion, Scores, ScoringContext, fold
 from hap.scoring.batch import BATCH_FIRST, Batch
 from hap.scoring.gauss_newton import SURVEYED, Tap, backward, of_one_sample, over_samples, samples_of, survey
-from hap.scoring.hessian_trace import MOST_OUTPUTS
+from hap.scoring.hessian_trace import MOST_OUTPUTS, mean_scores
 from hap.scoring.hutchinson import without_vmap_warnings
 from hap.scoring.outputs import CannotSample
 from hap.scoring.row_norms import computes_as
@@ -76,8 +76,7 @@ class GateCurvature(Criterion):
         halves = {n: v / 2 for n, v in squares.items()}
         if not draws:
             return Scores({n: v[0] for n, v in halves.items()}, about={"method": "gauss-newton"})
-        errors = {n: v.std(0) / draws**0.5 for n, v in halves.items()}
-        return Scores({n: v.mean(0) for n, v in halves.items()}, errors, {"method": "gauss-newton", "draws": draws})
+        return mean_scores(halves, {"method": "gauss-newton", "draws": draws})
 
 
 # ---- where units pass ---------------------------------------------------------------------------------------
