@@ -67,24 +67,6 @@ def test_zeros_are_neither_multiplied_nor_written_out() -> None:
     assert thin.placeholder().untyped_storage().nbytes() == weight.element_size()
 
 
-@pytest.mark.parametrize(("groups", "gone"), [(2, range(40)), (50, range(0, 50, 2))])
-def test_grouped_convolutions_skip_groups_or_equal_parts_of_each(
-    groups: int, gone: range, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "LARGE", 0)
-    layers = nn.Conv2d(3, 200, 1), nn.Conv2d(200, 200, 3, groups=groups), nn.Conv2d(200, 4, 1)
-    model, example = nn.Sequential(*layers).double(), torch.randn(1, 3, 6, 6, dtype=torch.float64)
-    traced = hap.trace(model, example)
-    plan = hap.draft(traced, {name: [u for u in gone if u < len(g)] for name, g in traced.items()})
-    counts, results = [], []
-    for skip in (False, True):
-        with FlopCounterMode(display=False) as counter:
-            results.append(masked(model, plan, example, skip))
-        counts.append(counter.get_flop_counts()["Global"][torch.ops.aten.convolution])
-    assert gap(*results) <= 1e-10
-    assert counts[1] < 0.75 * counts[0]
-
-
 class Unnoticed(nn.Linear):
     """Reads its weight where nobody sees that."""
 

@@ -65,18 +65,14 @@ class SparseWeight:
         return tensor
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *rest: Any) -> Tensor | None:
-        """What a linear layer or a convolution with this weight computes. None: it takes the whole weight for that."""
+        """What a linear layer or a convolution with this weight computes.
+
+        None, if that takes the whole weight, as where kernels are cut, or for a convolution with several groups.
+        """
         channels = 1 - len(self.shape)
-        groups = rest[3] if len(rest) > 3 else 1
-        if not set(self.index) <= {0, 1}:
+        if not set(self.index) <= {0, 1} or (len(rest) > 3 and rest[3] > 1):
             return None
-        inputs = self.index.get(1)
-        if groups > 1:
-            if (found := self._grouped(groups, x.shape[channels] // groups)) is None:
-                return None
-            inputs, left = found
-            rest = (*rest[:3], left, *rest[4:])
-        x = x if inputs is None else x.index_select(channels, inputs)
+        x = x.index_select(channels, self.index[1]) if 1 in self.index else x
         if 0 not in self.index:
             return layer(x, self.small, bias, *rest)
         rows = self.index[0]
@@ -86,20 +82,6 @@ class SparseWeight:
             return some.new_zeros(shape).index_copy_(channels, rows, some)
         filled = bias.to(some.dtype).view(-1, *[1] * (-channels - 1))
         return filled.expand(shape).clone(memory_format=torch.contiguous_format).index_copy_(channels, rows, some)
-
-    def _grouped(self, groups: int, per: int) -> tuple[Tensor | None, int] | None:
-        """The inputs that count and the number of groups left, if whole groups went, or equally many of each.
-
-        `per` is the number of inputs of a group.
-        """
-        width = self.shape[0] // groups
-        rows = self.index.get(0, torch.arange(self.shape[0], device=self.small.device))
-        counts = torch.bincount(rows // width, minlength=groups)
-        left, inside = counts.nonzero().flatten(), self.index.get(1)
-        if (counts[left] != counts.max()).any() or not torch.equal(rows, rows.sort().values):
-            return None
-        inside = torch.arange(per, device=rows.device) if inside is None else inside
-        return (left[:, None] * per + inside).flatten(), len(left)
 
 
 def _in_whole_vectors(func: Any, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:

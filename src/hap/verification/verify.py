@@ -26,16 +26,7 @@ from hap.implants import ImplantModule
 from hap.planning.plan import Plan
 from hap.surgery.cut import cut_tensors
 from hap.utils.module_tree import named_tensors
-from hap.verification.comparison import (
-    BY_ZEROS,
-    COUNTED,
-    REFUSED,
-    UNKNOWABLE,
-    UNLIKE,
-    Comparison,
-    Misfit,
-    in_a_line,
-)
+from hap.verification.comparison import BY_ZEROS, COUNTED, REFUSED, UNKNOWABLE, UNLIKE, Comparison, Misfit, in_a_line
 from hap.verification.informative_inputs import informative_example
 from hap.verification.informative_weights import informative_weights
 
