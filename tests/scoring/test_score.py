@@ -338,9 +338,12 @@ def test_deflation_leaves_less_to_the_probes() -> None:
     size = sum(p.numel() for p in model.parameters())
     errors = []
     for deflate in (0, 4, 16, size):
-        criterion = hap.HessianTrace(method="hutchinson", probes=50, deflate=deflate, seed=3)
-        scores = hap.score(model, groups, batches, loss, criterion)
-        errors.append(float(torch.cat(list(scores.errors.values())).square().mean().sqrt()))
+        squares = []
+        for seed in range(8):  # the errors are estimates too: those of one seed may lie in any order
+            criterion = hap.HessianTrace(method="hutchinson", probes=50, deflate=deflate, seed=seed)
+            scores = hap.score(model, groups, batches, loss, criterion)
+            squares.append(torch.cat(list(scores.errors.values())).square().mean())
+        errors.append(float(torch.stack(squares).mean().sqrt()))
     assert errors[0] > 1.2 * errors[1] > 1.5 * errors[2] > 1e6 * errors[3]
     assert close(scores, wanted, 1e-9)
 

@@ -86,7 +86,7 @@ def _expanded(before: list[Axis], shape: Sequence[int]) -> list[Axis]:
 
 
 def _regrouped(before: list[Axis], shape: Sequence[int]) -> list[Axis] | None:
-    """The same elements in another shape; None, if lengths do not divide each other."""
+    """Axes of the elements in another shape; None, if lengths do not divide each other."""
     left = [factor for axis in before for factor in axis]
     found = []
     for size in shape:
@@ -129,6 +129,6 @@ def _combined(operands: list[list[Axis]], shape: Sequence[int]) -> list[Axis]:
 
 
 def _simplest(axis: Axis) -> Axis:
-    """The same with as few lengths as will do."""
+    """An axis with as few lengths as will do."""
     runs = itertools.groupby(axis, key=lambda factor: factor[1])
     return tuple((math.prod(n for n, _ in run), own) for own, run in runs)

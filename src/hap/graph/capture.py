@@ -64,7 +64,7 @@ def capture(model: nn.Module, example: Any) -> Captured:
 def captured(
     model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
 ) -> Captured:
-    """The same, with whatever torch.export raises where it fails. Modules that are `training` run as they then do."""
+    """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training."""
     known = known or SizesKnown()
     with noting_shapes(model) as shapes, recording_arguments(model) as called, _plainly():
         program = export(model, *call_arguments(example), known, training)
@@ -75,18 +75,23 @@ def captured(
 
 
 def export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: SizesKnown,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: SizesKnown,
     training: Set[nn.Module] = frozenset(),
-) -> torch.export.ExportedProgram:  # fmt: skip
+) -> torch.export.ExportedProgram:
     """torch.export in eval mode, which is stopped as soon as a size is not known. It prints half a graph then.
 
     What modules have written out before would be constants of the graph, and what they write out now is of no use.
     """
     start_autograd()
-    with (
-        forgetting_caches(model), eval_mode(model), torch.no_grad(), seeded(), known, redirect_stderr(StringIO()),
-        returning_plain_outputs(model), _leaving_nothing(model),
-    ):  # fmt: skip
+    with ExitStack() as stack:
+        quiet = redirect_stderr(StringIO())
+        for context in (forgetting_caches(model), eval_mode(model), torch.no_grad(), seeded(), known, quiet):
+            stack.enter_context(context)
+        stack.enter_context(returning_plain_outputs(model))
+        stack.enter_context(_leaving_nothing(model))
         for module in training:
             module.training = True
         return torch.export.export(model, args, kwargs, strict=False)
@@ -210,10 +215,8 @@ class SizesKnown(TorchFunctionMode):
             raise HapError(f"the size of what {what} returns depends on tensor values")
 
 
-CHOOSING = {
-    torch.nonzero, torch.masked_select, torch.where, torch.unique, Tensor.nonzero, Tensor.masked_select, Tensor.where,
-    Tensor.unique, Tensor.__getitem__,
-}  # fmt: skip
+CHOOSING = {getattr(owner, name) for owner in (torch, Tensor) for name in "nonzero masked_select where unique".split()}
+CHOOSING.add(Tensor.__getitem__)
 """What may return as much as values tell."""
 
 

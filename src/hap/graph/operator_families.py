@@ -71,10 +71,10 @@ _declare("pointwise", LINEAR | KEEPS_ZERO | Trait.UNCHANGED, "alias clone contig
 _declare("pointwise", LINEAR | KEEPS_ZERO, "dropout leaky_relu relu relu6")
 _declare("pointwise", LINEAR | Trait.UNCHANGED, "to _to_copy")
 _declare("pointwise", LINEAR | Trait.ADDS, "add sub")
-_declare("pointwise", LINEAR, "abs clamp clamp_max clamp_min feature_dropout float hardtanh maximum minimum neg rsub")
+_declare("pointwise", LINEAR, "abs clamp clamp_max clamp_min feature_dropout hardtanh maximum minimum neg rsub")
 _declare("pointwise", LINEAR, "threshold _prelu_kernel")
 _declare("pointwise", KEEPS_ZERO, "gelu hardswish mish silu tanh")
-_declare("pointwise", NONE, "alpha_dropout bfloat16 celu copy elu full_like half hardsigmoid log_sigmoid masked_fill")
+_declare("pointwise", NONE, "alpha_dropout celu copy elu full_like hardsigmoid log_sigmoid masked_fill")
 _declare("pointwise", NONE, "ones_like selu softplus where zeros_like")
 
 _declare("structural", LINEAR, "adjoint flip mH")
@@ -97,7 +97,6 @@ _declare("pooling", LINEAR | KEEPS_ZERO, "avg_pool1d avg_pool2d avg_pool3d max_p
 _declare("pooling", LINEAR | KEEPS_ZERO, "max_pool2d_with_indices upsample_bicubic2d upsample_bilinear2d")
 _declare("pooling", LINEAR | KEEPS_ZERO, "upsample_linear1d upsample_trilinear3d")
 _declare("pooling", LINEAR | KEEPS_ZERO, "upsample_nearest1d upsample_nearest2d upsample_nearest3d")
-_declare("pooling", KEEPS_ZERO, "lp_pool2d")
 _declare("pooling", LINEAR, "reflection_pad1d reflection_pad2d reflection_pad3d")
 _declare("pooling", LINEAR, "replication_pad1d replication_pad2d replication_pad3d")
 

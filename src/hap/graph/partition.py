@@ -97,7 +97,7 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
 
 def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
-    """The same, with what torch.export captures of the view: that takes as long as all the rest.
+    """The view that `parts` makes, with what torch.export captures of it: that takes as long as all the rest.
 
     Of equal blocks one runs, if that will do, and the others are called with what it returned.
     """
@@ -105,7 +105,7 @@ def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
 
 
 def _captured_in_short(model: nn.Module, example: Any) -> tuple[Parts, Captured] | None:
-    """The same, if equal blocks can pass on what they are given and nothing chooses by what then comes of it."""
+    """Such a view, if equal blocks can pass on what they are given and nothing chooses by what then comes of it."""
     passing = Passing(model)
     if not passing.like:
         return None
@@ -290,9 +290,11 @@ def _calls(
 
 
 def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
-    """The same from a coarse run, which takes a fraction of the time; None where it does not run, or where modules are
-    called after a choice: how many boxes they get is up to the true values. A copy runs, since a forward may keep what
-    it computes, such as anchors."""
+    """What `_calls` returns, from a coarse run, which takes a fraction of the time.
+
+    None where it does not run, or where modules are called after a choice: how many boxes they get is up to the true
+    values. A copy runs, since a forward may keep what it computes, such as anchors.
+    """
     try:
         copy = copy_with(model, {})
         with SampledConvolutions():

@@ -42,9 +42,14 @@ def product(
 
 
 def _contracted(
-    context: RuleContext, name: str, whole: Shape, sides: list[Operand], inner: int, batch: Container[int],
+    context: RuleContext,
+    name: str,
+    whole: Shape,
+    sides: list[Operand],
+    inner: int,
+    batch: Container[int],
     scaled: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Labels of a pointwise product that is summed over its last `inner` axes: see `product`.
 
     What it sees whole, such as a head, is one of several along the axes in `batch`, which both operands and the result
@@ -100,22 +105,19 @@ def _by_letters(context: RuleContext, node: fx.Node, operands: Sequence[fx.Node]
     if a is not None and b is None:
         return weighted(context, node, operands[1], second, a, first, result)
     inner = [letter for letter in dict.fromkeys("".join(names)) if letter not in result]
+    letters = [*result, *inner]
     context.multiplies(node, *operands)
     sides: list[Operand] = []
     whole: dict[str, int] = {}
     for term, x in zip(names, operands, strict=True):
         labels, sizes = context.labels(x), dict(zip(term, varying_shape(x), strict=True))
         whole |= {c: max(size, whole.get(c, 1)) for c, size in zip(term, shape_of(x), strict=True)}
-        order = [letter for letter in [*result, *inner] if letter in sizes]
+        order = [letter for letter in letters if letter in sizes]
         labels = labels.permute([term.index(letter) for letter in order])
         short = dict(zip(order, labels.shape, strict=True))
-        sides.append(
-            (labels.reshape([short.get(c, 1) for c in [*result, *inner]]),
-             tuple(sizes.get(c, 1) for c in [*result, *inner]))
-        )  # fmt: skip
+        sides.append((labels.reshape([short.get(c, 1) for c in letters]), tuple(sizes.get(c, 1) for c in letters)))
     batch = [d for d, letter in enumerate(result) if all(letter in term for term in names)]
-    name = short_name(node)
-    return _contracted(context, name, tuple(whole[c] for c in [*result, *inner]), sides, len(inner), batch)
+    return _contracted(context, short_name(node), tuple(whole[c] for c in letters), sides, len(inner), batch)
 
 
 @rule("matmul")

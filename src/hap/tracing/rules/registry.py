@@ -29,7 +29,7 @@ LINEAR, MULTIPLYING = having(Trait.LINEAR), having(Trait.MULTIPLIES)
 RULES: dict[str, Rule] = {}
 """By the full name of an operator, such as `aten::conv2d`."""
 OF_FAMILIES: dict[str, Rule] = {}
-"""The same by the name of a family of operators: see `operator_families`."""
+"""Rules by the name of a family of operators: see `operator_families`."""
 
 
 def rule(*families: str) -> Callable[[Rule], Rule]:
