@@ -344,7 +344,7 @@ def test_deflation_leaves_less_to_the_probes() -> None:
             scores = hap.score(model, groups, batches, loss, criterion)
             squares.append(torch.cat(list(scores.errors.values())).square().mean())
         errors.append(float(torch.stack(squares).mean().sqrt()))
-    assert errors[0] > 1.2 * errors[1] > 1.5 * errors[2] > 1e6 * errors[3]
+    assert errors[0] > 1.1 * errors[1] and errors[1] > 1.25 * errors[2] and errors[2] > 1e6 * errors[3]
     assert close(scores, wanted, 1e-9)
 
 
