@@ -101,11 +101,18 @@ def bias_without_norm() -> Any:
 def vgg() -> Any:
     return (
         nn.Sequential(
-            conv_bn_relu(3, 6), nn.MaxPool2d(2), conv_bn_relu(6, 8), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(8 * 4, 10), nn.ReLU(), nn.Dropout(), nn.Linear(10, 5),
+            conv_bn_relu(3, 6),
+            nn.MaxPool2d(2),
+            conv_bn_relu(6, 8),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * 4, 10),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(10, 5),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -211,12 +218,15 @@ def residual() -> Any:
 
     return (
         Net(
-            run, stem=conv_bn_relu(3, 6), b1=nn.Sequential(conv_bn_relu(6, 5), conv_bn(5, 6)),
-            b2=nn.Sequential(conv_bn_relu(6, 8, stride=2), conv_bn(8, 8)), shortcut=conv_bn(6, 8, 1, stride=2),
+            run,
+            stem=conv_bn_relu(3, 6),
+            b1=nn.Sequential(conv_bn_relu(6, 5), conv_bn(5, 6)),
+            b2=nn.Sequential(conv_bn_relu(6, 8, stride=2), conv_bn(8, 8)),
+            shortcut=conv_bn(6, 8, 1, stride=2),
             head=nn.Linear(8, 5),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -233,12 +243,17 @@ def preactivation() -> Any:
 
     return (
         Net(
-            run, stem=conv(3, 6), b1=nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), block(6, 6)),
-            enter=nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), shortcut=conv(6, 7, 1), b2=block(6, 7),
-            last=nn.BatchNorm2d(7), head=nn.Linear(7, 5),
+            run,
+            stem=conv(3, 6),
+            b1=nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), block(6, 6)),
+            enter=nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()),
+            shortcut=conv(6, 7, 1),
+            b2=block(6, 7),
+            last=nn.BatchNorm2d(7),
+            head=nn.Linear(7, 5),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -253,10 +268,16 @@ def bottleneck() -> Any:
         return nn.Sequential(conv_bn_relu(a, b, 1), conv_bn_relu(b, b), conv_bn(b, c, 1))
 
     return (
-        Net(run, stem=conv_bn_relu(3, 5), b1=block(5, 4, 9), shortcut=conv_bn(5, 9, 1), b2=block(9, 4, 9),
-            head=nn.Linear(9, 5)),
+        Net(
+            run,
+            stem=conv_bn_relu(3, 5),
+            b1=block(5, 4, 9),
+            shortcut=conv_bn(5, 9, 1),
+            b2=block(9, 4, 9),
+            head=nn.Linear(9, 5),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -324,11 +345,18 @@ def one_producer_two_sums() -> Any:
 
     return (
         Net(
-            run, stem=conv_bn_relu(3, 6), a=conv(6, 7), n1=nn.BatchNorm2d(7), n2=nn.BatchNorm2d(7), b=conv_bn(6, 7),
-            c=conv_bn(6, 7, 1), h1=nn.Linear(7, 5), h2=nn.Linear(7, 4),
+            run,
+            stem=conv_bn_relu(3, 6),
+            a=conv(6, 7),
+            n1=nn.BatchNorm2d(7),
+            n2=nn.BatchNorm2d(7),
+            b=conv_bn(6, 7),
+            c=conv_bn(6, 7, 1),
+            h1=nn.Linear(7, 5),
+            h2=nn.Linear(7, 4),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -362,10 +390,16 @@ def scaled_residual() -> Any:
         return m.head(pooled(F.relu(x)) + m.shift)
 
     return (
-        Net(run, stem=conv_bn_relu(3, 6), b=conv_bn(6, 6), scale=nn.Parameter(torch.randn(6)),
-            shift=nn.Parameter(torch.randn(1, 6)), head=nn.Linear(6, 5)),
+        Net(
+            run,
+            stem=conv_bn_relu(3, 6),
+            b=conv_bn(6, 6),
+            scale=nn.Parameter(torch.randn(6)),
+            shift=nn.Parameter(torch.randn(1, 6)),
+            head=nn.Linear(6, 5),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 # ---- concatenation and splitting ----------------------------------------------------------------------------
@@ -381,11 +415,17 @@ def dense_block() -> Any:
 
     return (
         Net(
-            run, stem=conv(3, 6), na=nn.BatchNorm2d(6), a=conv(6, 4), nb=nn.BatchNorm2d(10), b=conv(10, 4),
-            last=nn.BatchNorm2d(14), head=nn.Linear(14, 5),
+            run,
+            stem=conv(3, 6),
+            na=nn.BatchNorm2d(6),
+            a=conv(6, 4),
+            nb=nn.BatchNorm2d(10),
+            b=conv(10, 4),
+            last=nn.BatchNorm2d(14),
+            head=nn.Linear(14, 5),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -397,11 +437,17 @@ def inception() -> Any:
 
     return (
         Net(
-            run, stem=conv_bn_relu(3, 6), a=conv_bn_relu(6, 4, 1), c=conv_bn_relu(6, 4, 5), d=conv_bn_relu(6, 3, 1),
-            b=nn.Sequential(conv_bn_relu(6, 3, 1), conv_bn_relu(3, 5)), mix=conv_bn_relu(16, 7), head=nn.Linear(7, 5),
+            run,
+            stem=conv_bn_relu(3, 6),
+            a=conv_bn_relu(6, 4, 1),
+            c=conv_bn_relu(6, 4, 5),
+            d=conv_bn_relu(6, 3, 1),
+            b=nn.Sequential(conv_bn_relu(6, 3, 1), conv_bn_relu(3, 5)),
+            mix=conv_bn_relu(16, 7),
+            head=nn.Linear(7, 5),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -537,9 +583,7 @@ def inverted_residual() -> Any:
         x = x + m.b(x)
         return m.head(pooled(x))
 
-    block = nn.Sequential(
-        conv_bn(4, 9, 1), nn.ReLU6(), conv_bn(9, 9, groups=9), nn.ReLU6(), conv_bn(9, 4, 1)
-    )  # fmt: skip
+    block = nn.Sequential(conv_bn(4, 9, 1), nn.ReLU6(), conv_bn(9, 9, groups=9), nn.ReLU6(), conv_bn(9, 4, 1))
     return Net(run, stem=conv_bn_relu(3, 4), b=block, head=nn.Linear(4, 5)), images()
 
 
@@ -555,10 +599,16 @@ def channel_shuffle() -> Any:
         return m.head(pooled(F.relu(m.last(x))))
 
     return (
-        Net(run, stem=conv_bn_relu(3, 6), a=conv_bn(6, 8, 1, groups=2), b=conv_bn(8, 6, groups=2), last=conv(6, 6),
-            head=nn.Linear(6, 5)),
+        Net(
+            run,
+            stem=conv_bn_relu(3, 6),
+            a=conv_bn(6, 8, 1, groups=2),
+            b=conv_bn(8, 6, groups=2),
+            last=conv(6, 6),
+            head=nn.Linear(6, 5),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -612,10 +662,16 @@ def squeeze_excite() -> Any:
         return m.head(pooled(F.relu(y * gate + x)))
 
     return (
-        Net(run, stem=conv_bn_relu(3, 6), b=conv_bn(6, 6), down=conv(6, 3, 1, bias=True), up=conv(3, 6, 1, bias=True),
-            head=nn.Linear(6, 5)),
+        Net(
+            run,
+            stem=conv_bn_relu(3, 6),
+            b=conv_bn(6, 6),
+            down=conv(6, 3, 1, bias=True),
+            up=conv(3, 6, 1, bias=True),
+            head=nn.Linear(6, 5),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -933,10 +989,17 @@ def spatial_parameters() -> Any:
         return m.head(pooled(F.relu(m.c(y))))
 
     return (
-        Net(run, a=conv_bn_relu(3, 6), plane=nn.Parameter(torch.randn(8, 8)), b=conv(6, 7),
-            volume=nn.Parameter(torch.randn(1, 7, 8, 8)), c=conv(7, 6), head=nn.Linear(6, 5)),
+        Net(
+            run,
+            a=conv_bn_relu(3, 6),
+            plane=nn.Parameter(torch.randn(8, 8)),
+            b=conv(6, 7),
+            volume=nn.Parameter(torch.randn(1, 7, 8, 8)),
+            c=conv(7, 6),
+            head=nn.Linear(6, 5),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 # ---- transposed, up and down --------------------------------------------------------------------------------
@@ -969,10 +1032,16 @@ def unet_transposed() -> Any:
         return m.last(m.mix(y))
 
     return (
-        Net(run, down1=conv_bn_relu(3, 5), down2=conv_bn_relu(5, 8), up=nn.ConvTranspose2d(8, 6, 2, stride=2),
-            mix=conv_bn_relu(11, 6), last=conv(6, 2, 1, bias=True)),
+        Net(
+            run,
+            down1=conv_bn_relu(3, 5),
+            down2=conv_bn_relu(5, 8),
+            up=nn.ConvTranspose2d(8, 6, 2, stride=2),
+            mix=conv_bn_relu(11, 6),
+            last=conv(6, 2, 1, bias=True),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -984,10 +1053,16 @@ def unet_upsampled() -> Any:
         return m.last(m.mix(y) + F.interpolate(m.side(b), scale_factor=2, mode="nearest"))
 
     return (
-        Net(run, down1=conv_bn_relu(3, 5), down2=conv_bn_relu(5, 8), side=conv_bn(8, 6, 1), mix=conv_bn(13, 6),
-            last=conv(6, 2, 1, bias=True)),
+        Net(
+            run,
+            down1=conv_bn_relu(3, 5),
+            down2=conv_bn_relu(5, 8),
+            side=conv_bn(8, 6, 1),
+            mix=conv_bn(13, 6),
+            last=conv(6, 2, 1, bias=True),
+        ),
         images(),
-    )  # fmt: skip
+    )
 
 
 @case
@@ -1072,12 +1147,18 @@ def convnext_block() -> Any:
 
     return (
         Net(
-            run, stem=conv(3, 6, 2, stride=2, padding=0), mix=conv(6, 6, 5, groups=6, bias=True), norm=nn.LayerNorm(6),
-            up=nn.Linear(6, 10), down=nn.Linear(10, 6), scale=nn.Parameter(torch.randn(6)), last=nn.LayerNorm(6),
+            run,
+            stem=conv(3, 6, 2, stride=2, padding=0),
+            mix=conv(6, 6, 5, groups=6, bias=True),
+            norm=nn.LayerNorm(6),
+            up=nn.Linear(6, 10),
+            down=nn.Linear(10, 6),
+            scale=nn.Parameter(torch.randn(6)),
+            last=nn.LayerNorm(6),
             head=nn.Linear(6, 5),
         ),
         images(),
-    )  # fmt: skip
+    )
 
 
 # ---- inputs and outputs -------------------------------------------------------------------------------------
@@ -1219,8 +1300,14 @@ def attention_net(heads: int, kv_heads: int, fused: bool) -> Any:
         x = x + m.attention(x)
         return m.head((x + m.down(F.gelu(m.up(x)))).mean(1))
 
-    return Net(run, embed=nn.Linear(5, 12), attention=Attention(12, heads, kv_heads, fused), up=nn.Linear(12, 9),
-               down=nn.Linear(9, 12), head=nn.Linear(12, 4)), images(2, 6, 5)  # fmt: skip
+    return Net(
+        run,
+        embed=nn.Linear(5, 12),
+        attention=Attention(12, heads, kv_heads, fused),
+        up=nn.Linear(12, 9),
+        down=nn.Linear(9, 12),
+        head=nn.Linear(12, 4),
+    ), images(2, 6, 5)
 
 
 @case
@@ -1239,8 +1326,14 @@ def attention_with_shared_bias() -> Any:
         x = x + m.one(x, bias)
         return m.head((x + m.two(x, bias=bias)).mean(1))
 
-    return Net(run, embed=nn.Linear(5, 12), table=nn.Parameter(torch.randn(6, 4)), one=Attention(12, 4, 4, False),
-               two=Attention(12, 4, 4, False), head=nn.Linear(12, 4)), images(2, 6, 5)  # fmt: skip
+    return Net(
+        run,
+        embed=nn.Linear(5, 12),
+        table=nn.Parameter(torch.randn(6, 4)),
+        one=Attention(12, 4, 4, False),
+        two=Attention(12, 4, 4, False),
+        head=nn.Linear(12, 4),
+    ), images(2, 6, 5)
 
 
 @case
@@ -1298,10 +1391,18 @@ def attention_with_tables() -> Any:
         y = (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
         return m.head(m.out(y.transpose(1, 2).flatten(2)).mean(1))
 
-    net = Net(run, q=nn.Linear(5, 12), k=nn.Linear(5, 12), v=nn.Linear(5, 12), out=nn.Linear(12, 6),
-              head=nn.Linear(6, 4), cosine=torch.rand(1, 1, 6, 4), sine=torch.rand(6, 4),
-              table=nn.Parameter(torch.randn(11, 3)),
-              distance=torch.arange(6)[:, None] - torch.arange(6) + 5)  # fmt: skip
+    net = Net(
+        run,
+        q=nn.Linear(5, 12),
+        k=nn.Linear(5, 12),
+        v=nn.Linear(5, 12),
+        out=nn.Linear(12, 6),
+        head=nn.Linear(6, 4),
+        cosine=torch.rand(1, 1, 6, 4),
+        sine=torch.rand(6, 4),
+        table=nn.Parameter(torch.randn(11, 3)),
+        distance=torch.arange(6)[:, None] - torch.arange(6) + 5,
+    )
     net.heads = 3
     return net, images(2, 6, 5)
 
@@ -1361,8 +1462,18 @@ def weights_in_odd_places() -> Any:
 
     w, one, several, last = (nn.Parameter(torch.randn(*s)) for s in ((7, 8), (1, 6), (3, 4, 8), (3, 4)))
     mask = (torch.rand(7, 8) > 0.5).double()
-    return Net(run, a=nn.Linear(5, 7), w=w, mask=mask, b=nn.Linear(8, 5), one=one, several=several, c=nn.Linear(5, 6),
-               last=last, head=nn.Linear(6, 4)), images(4, 5)  # fmt: skip
+    return Net(
+        run,
+        a=nn.Linear(5, 7),
+        w=w,
+        mask=mask,
+        b=nn.Linear(8, 5),
+        one=one,
+        several=several,
+        c=nn.Linear(5, 6),
+        last=last,
+        head=nn.Linear(6, 4),
+    ), images(4, 5)
 
 
 @case
@@ -1389,8 +1500,9 @@ def picked_places() -> Any:
         return m.head(F.logsigmoid(m.b(y).index_select(2, m.rows)).mean((2, 3)))
 
     places = torch.rand(1, 5, 6, 2) - 0.5
-    return Net(run, a=conv_bn_relu(3, 7), b=conv(7, 6), head=nn.Linear(6, 4), places=places,
-               rows=torch.tensor([3, 0, 2])), images()  # fmt: skip
+    return Net(
+        run, a=conv_bn_relu(3, 7), b=conv(7, 6), head=nn.Linear(6, 4), places=places, rows=torch.tensor([3, 0, 2])
+    ), images()
 
 
 class Masked(nn.Module):
@@ -1423,8 +1535,14 @@ def recurrent_layers() -> Any:
         )
         return m.head(z[:, -1])
 
-    net = Net(run, a=nn.Conv1d(3, 6, 3, padding=1), both=nn.GRU(6, 5, 2, batch_first=True, bidirectional=True),
-              b=nn.Linear(10, 7), start=nn.Linear(10, 8), steps=nn.LSTM(7, 8, batch_first=True),
-              head=nn.Linear(8, 4))  # fmt: skip
+    net = Net(
+        run,
+        a=nn.Conv1d(3, 6, 3, padding=1),
+        both=nn.GRU(6, 5, 2, batch_first=True, bidirectional=True),
+        b=nn.Linear(10, 7),
+        start=nn.Linear(10, 8),
+        steps=nn.LSTM(7, 8, batch_first=True),
+        head=nn.Linear(8, 4),
+    )
     net.cells = 8
     return net, images(3, 3, 6)

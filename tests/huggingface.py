@@ -38,27 +38,52 @@ def _text(rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
 
 
 BERT = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": HIDDEN,
-    "vocab_size": TOKENS, "max_position_embeddings": 40,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": HIDDEN,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 40,
+}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", BERT),
     "roberta": ("Roberta", BERT),
     "mpnet": ("MPNet", BERT),
     "distilbert": (
         "DistilBert",
-        {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": HIDDEN, "vocab_size": TOKENS,
-         "max_position_embeddings": 40},
+        {
+            "dim": WIDTH,
+            "n_layers": LAYERS,
+            "n_heads": HEADS,
+            "hidden_dim": HIDDEN,
+            "vocab_size": TOKENS,
+            "max_position_embeddings": 40,
+        },
     ),
-    "vit": ("ViT", {k: v for k, v in BERT.items() if k in ("hidden_size", "num_hidden_layers", "num_attention_heads",
-            "intermediate_size")} | {"image_size": 16, "patch_size": 4}),
+    "vit": (
+        "ViT",
+        {
+            k: v
+            for k, v in BERT.items()
+            if k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        }
+        | {"image_size": 16, "patch_size": 4},
+    ),
     "gpt2": (
         "GPT2",
-        {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": HIDDEN, "vocab_size": TOKENS,
-         "n_positions": 40, "pad_token_id": 0, "use_cache": False},
+        {
+            "n_embd": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_inner": HIDDEN,
+            "vocab_size": TOKENS,
+            "n_positions": 40,
+            "pad_token_id": 0,
+            "use_cache": False,
+        },
     ),
     "llama": ("Llama", BERT | {"num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False}),
-}  # fmt: skip
+}
 
 
 def small(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -29,10 +29,22 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tests", "reproduction", "examples", "pyproject.toml", "conftest.py", "README.md", "LICENSE", "docs")
 OTHER = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Add: ast.Sub, ast.Sub: ast.Add,
-    ast.Mult: ast.Add, ast.And: ast.Or, ast.Or: ast.And,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
 
 
 @dataclass(frozen=True)
@@ -167,9 +179,17 @@ def main() -> None:
             outcomes.append({**asdict(mutant), "outcome": outcome, "by": by, "seconds": time.perf_counter() - begun})
             print(f"{outcome}: {mutant.file}:{mutant.line} {mutant.before!r} -> {mutant.after!r}", flush=True)
             counts = Counter(o["outcome"] for o in outcomes)
-            record = {"root": str(root), "sources": options.sources, "tests": options.tests, "seed": options.seed,
-                      "possible": len(found), "drawn": len(drawn), "seconds_unchanged": alone, "counts": counts,
-                      "mutants": outcomes}  # fmt: skip
+            record = {
+                "root": str(root),
+                "sources": options.sources,
+                "tests": options.tests,
+                "seed": options.seed,
+                "possible": len(found),
+                "drawn": len(drawn),
+                "seconds_unchanged": alone,
+                "counts": counts,
+                "mutants": outcomes,
+            }
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
     print(dict(counts) if drawn else "nothing to change")

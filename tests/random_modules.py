@@ -60,11 +60,19 @@ def conv(r: Random, a: int, b: int, k: int = 0, **options: Any) -> nn.Module:
 def norm(r: Random, c: int) -> nn.Module:
     """Any norm of maps, or none."""
     groups = r.choice([g for g in range(1, c + 1) if c % g == 0])
-    return r.choice([
-        nn.BatchNorm2d(c), nn.BatchNorm2d(c), nn.BatchNorm2d(c, affine=False),
-        nn.BatchNorm2d(c, track_running_stats=False), nn.GroupNorm(groups, c), nn.GroupNorm(c, c),
-        nn.InstanceNorm2d(c, affine=r.random() < 0.5), nn.Identity(), nn.PReLU(c),
-    ])  # fmt: skip
+    return r.choice(
+        [
+            nn.BatchNorm2d(c),
+            nn.BatchNorm2d(c),
+            nn.BatchNorm2d(c, affine=False),
+            nn.BatchNorm2d(c, track_running_stats=False),
+            nn.GroupNorm(groups, c),
+            nn.GroupNorm(c, c),
+            nn.InstanceNorm2d(c, affine=r.random() < 0.5),
+            nn.Identity(),
+            nn.PReLU(c),
+        ]
+    )
 
 
 def layer(r: Random, a: int, b: int, k: int = 0, **options: Any) -> nn.Module:
@@ -591,8 +599,11 @@ def linear(r: Random, c: int) -> Made:
     if way == "normed":
         a = nn.utils.parametrizations.weight_norm(a)
     if way in ("matmul", "einsum", "tensordot"):
-        multiply = {"matmul": torch.matmul, "einsum": lambda x, w: torch.einsum("...i,io->...o", x, w),
-                    "tensordot": lambda x, w: torch.tensordot(x, w, 1)}[way]  # fmt: skip
+        multiply = {
+            "matmul": torch.matmul,
+            "einsum": lambda x, w: torch.einsum("...i,io->...o", x, w),
+            "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+        }[way]
         return net(lambda m, x: f(multiply(x, m.w)), w=nn.Parameter(torch.randn(c, o) / 2)), o
     if way == "T":
         return net(lambda m, x: f(x @ m.a.weight.T + m.a.bias), a=a), o

@@ -52,8 +52,9 @@ def quiet(_: str) -> None:
 
 def make_jobs(epochs: int = 2) -> list[Job]:
     recipe = hap.Recipe(epochs, batch=32, lr=0.01)
-    prune = PruneStep("half", flops=0.5, params=0.3, criterion="magnitude", coupling="union", implant=0.2,
-                      implant_init="zero")  # fmt: skip
+    prune = PruneStep(
+        "half", flops=0.5, params=0.3, criterion="magnitude", coupling="union", implant=0.2, implant_init="zero"
+    )
     return [
         Job("dense", "resnet20", recipe, ("tables",)),
         Job("pruned", "resnet20", recipe, ("tables", "rows"), dense="dense", prune=prune),
@@ -74,8 +75,9 @@ def test_what_was_pruned_with_other_settings_is_not_taken_up(data: Data, folders
 def test_the_run_whose_loss_is_not_finite_is_named_and_the_others_go_on_without_it(
     data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (replace(job, name=f"seed{i}", recipe=replace(job.recipe, seed=i)) for i, job in
-                     enumerate([make_jobs()[0]] * 2))  # fmt: skip
+    first, second = (
+        replace(job, name=f"seed{i}", recipe=replace(job.recipe, seed=i)) for i, job in enumerate([make_jobs()[0]] * 2)
+    )
     check, epochs = loop._check_finite, []
 
     def broken(runs: list[Any], epoch: int) -> None:
@@ -95,8 +97,9 @@ def test_the_run_whose_loss_is_not_finite_is_named_and_the_others_go_on_without_
 def test_a_network_is_pruned_in_steps(data: Data, folders: Folders) -> None:
     put_dense(folders)
     dense, first = make_jobs(1)
-    less = PruneStep("less", flops=0.15, params=0.15, criterion="magnitude", coupling="union", implant=0.2,
-                     implant_init="center")  # fmt: skip
+    less = PruneStep(
+        "less", flops=0.15, params=0.15, criterion="magnitude", coupling="union", implant=0.2, implant_init="center"
+    )
     second = replace(first, name="further", prune=less, start=first.name)
     jobs = [dense, first, second]
     assert select(jobs, "rows", "further") == jobs  # with all that it starts from
@@ -104,8 +107,9 @@ def test_a_network_is_pruned_in_steps(data: Data, folders: Folders) -> None:
     work_off([first, second], data, folders, say=quiet)
     plans = [read(folders.network(job.name)).plan for job in (first, second)]
     assert plans[0] and plans[1] and plans[1].after.macs <= 0.15 * plans[1].before.macs
-    before, after = ({(n, u) for part in (p.kept, p.implanted) for n, units in part.items() for u in units}
-                     for p in plans)  # fmt: skip
+    before, after = (
+        {(n, u) for part in (p.kept, p.implanted) for n, units in part.items() for u in units} for p in plans
+    )
     back = after - before  # what had gone has a score of zero and goes again, but for what fits into the last gap
     assert len(after) < len(before) and len(back) <= 0.02 * len(after)
     record = json.loads(folders.result("further").read_text())
@@ -651,9 +655,19 @@ def test_the_papers_jobs_have_distinct_names_and_start_from_jobs_that_exist() ->
 
 @pytest.mark.parametrize(
     ("target", "rows", "runs"),
-    [("resnet56", 30, 46), ("rankings", 22, 30), ("ablation", 21, 25), ("implants", 12, 22), ("vgg16", 6, 12),
-     ("preresnet29", 2, 4), ("best", 13, 27), ("head-to-head", 12, 12), ("curves", 36, 36), ("dense", 8, 22)],
-)  # fmt: skip
+    [
+        ("resnet56", 30, 46),
+        ("rankings", 22, 30),
+        ("ablation", 21, 25),
+        ("implants", 12, 22),
+        ("vgg16", 6, 12),
+        ("preresnet29", 2, 4),
+        ("best", 13, 27),
+        ("head-to-head", 12, 12),
+        ("curves", 36, 36),
+        ("dense", 8, 22),
+    ],
+)
 def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -> None:
     jobs = [j for j in cifar10_jobs() if target in j.targets]
     assert len({j.name.rpartition("-seed")[0] for j in jobs}) == rows
@@ -662,13 +676,21 @@ def test_every_table_has_its_rows_and_seeds(target: str, rows: int, runs: int) -
 
 def test_the_telling_jobs_come_first() -> None:
     names = [j.name for j in cifar10_jobs()]
-    order = ["resnet56-paper-hap-per-cost-10000-images-38.74-seed2", "resnet56-paper-hap-38.74-seed0",
-             "resnet56-paper-hap-3-probes-38.74-seed0", "resnet56-paper-hap-38.74-seed2",
-             "vgg16-dense-paper-seed0", "vgg16-paper-hap-per-cost-10000-images-7.5-seed2",
-             "vgg16-paper-hap-7.5-seed0",
-             "preresnet29-paper-hap-31.0-seed0", "resnet56-best-implant-53.0-seed0",
-             "resnet56-paper-magnitude-38.74-seed0", "vgg16-best-implant-40.0-seed0",
-             "wideresnet32-short-bn-scale-18.0-seed0", "wideresnet32-short-eigendamage-50.0-seed0"]  # fmt: skip
+    order = [
+        "resnet56-paper-hap-per-cost-10000-images-38.74-seed2",
+        "resnet56-paper-hap-38.74-seed0",
+        "resnet56-paper-hap-3-probes-38.74-seed0",
+        "resnet56-paper-hap-38.74-seed2",
+        "vgg16-dense-paper-seed0",
+        "vgg16-paper-hap-per-cost-10000-images-7.5-seed2",
+        "vgg16-paper-hap-7.5-seed0",
+        "preresnet29-paper-hap-31.0-seed0",
+        "resnet56-best-implant-53.0-seed0",
+        "resnet56-paper-magnitude-38.74-seed0",
+        "vgg16-best-implant-40.0-seed0",
+        "wideresnet32-short-bn-scale-18.0-seed0",
+        "wideresnet32-short-eigendamage-50.0-seed0",
+    ]
     assert [names.index(n) for n in order] == sorted(names.index(n) for n in order)
 
 

@@ -46,12 +46,15 @@ def test_reads_the_layouts_of_glue(tmp_path: Path) -> None:
     assert read_tsv(rte).labels == (1, 0)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("sentence1\tsentence2\na\tb\n", "expected one named label or Quality"),
-    ("label\tsentence1\n1\ta\n1\tb\tc\n", "line 3: 3 fields; expected 2"),
-    ("label\tsentence1\n1\tb\tc\n", "line 2: 3 fields; expected 2"),
-    ("label\tsentence1\nmaybe\ta\n", "the label 'maybe'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sentence1\tsentence2\na\tb\n", "expected one named label or Quality"),
+        ("label\tsentence1\n1\ta\n1\tb\tc\n", "line 3: 3 fields; expected 2"),
+        ("label\tsentence1\n1\tb\tc\n", "line 2: 3 fields; expected 2"),
+        ("label\tsentence1\nmaybe\ta\n", "the label 'maybe'"),
+    ],
+)
 def test_says_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.tsv").write_text(text)
     with pytest.raises(hap.HapError, match=message):
@@ -281,9 +284,15 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = transformers.MPNetConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, max_position_embeddings=140,
-        vocab_size=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=140,
+        vocab_size=20,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     transformers.MPNetForSequenceClassification(config).save_pretrained(folder / "model")
     assert _glue(folder).exit_code == 0
     return folder
@@ -291,11 +300,38 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _glue(folder: Path, *more: str) -> Any:
     options = [
-        "--task", "sst2", "--model", folder / "model", "--data", folder / "data", "--out", folder / "results",
-        "--work", folder / "work", "--criteria", "hessian,gradient", "--seeds", "1", "--heads", "0.75,0.5",
-        "--epochs", "6", "--more-epochs", "2", "--lr", "0.003", "--calibration", "32", "--probes", "3", "--device",
-        "cpu", "--note", "a toy", *more,
-    ]  # fmt: skip
+        "--task",
+        "sst2",
+        "--model",
+        folder / "model",
+        "--data",
+        folder / "data",
+        "--out",
+        folder / "results",
+        "--work",
+        folder / "work",
+        "--criteria",
+        "hessian,gradient",
+        "--seeds",
+        "1",
+        "--heads",
+        "0.75,0.5",
+        "--epochs",
+        "6",
+        "--more-epochs",
+        "2",
+        "--lr",
+        "0.003",
+        "--calibration",
+        "32",
+        "--probes",
+        "3",
+        "--device",
+        "cpu",
+        "--note",
+        "a toy",
+        *more,
+    ]
     return CliRunner().invoke(app, ["glue", *map(str, options)])
 
 
@@ -376,13 +412,20 @@ def test_an_interrupted_campaign_goes_on(campaign: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "results" / "sst2-hessian-seed0.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("options", "file", "message"), [
-    (["--heads", "0.75"], None, "sst2-hessian-seed0.json was made with heads"),
-    (["--more-epochs", "3"], None, "sst2-hessian-seed0.json was made with tuning"),
-    (["--calibration", "16"], None, "sst2-hessian-seed0.json was made with calibration 32; expected 16"),
-    (["--more-epochs", "3"], "results/sst2-gradient-seed0.json", "sst2-gradient-seed0.part.json was made with tuning"),
-    (["--epochs", "1"], "results/sst2-gradient-seed0.json", "sst2-dense-seed0.safetensors was made with tuning"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "file", "message"),
+    [
+        (["--heads", "0.75"], None, "sst2-hessian-seed0.json was made with heads"),
+        (["--more-epochs", "3"], None, "sst2-hessian-seed0.json was made with tuning"),
+        (["--calibration", "16"], None, "sst2-hessian-seed0.json was made with calibration 32; expected 16"),
+        (
+            ["--more-epochs", "3"],
+            "results/sst2-gradient-seed0.json",
+            "sst2-gradient-seed0.part.json was made with tuning",
+        ),
+        (["--epochs", "1"], "results/sst2-gradient-seed0.json", "sst2-dense-seed0.safetensors was made with tuning"),
+    ],
+)
 def test_what_other_settings_made_is_not_gone_on_from(
     campaign: Path, options: list[str], file: str | None, message: str
 ) -> None:
@@ -447,13 +490,16 @@ def test_the_table_is_made_from_the_files(campaign: Path) -> None:
         render(campaign / "data")
 
 
-@pytest.mark.parametrize(("gaps", "verdict"), [
-    ((1.1, 0.9, 1.0), "held (mean lead +1.00, standard error 0.06, 3 seeds)"),
-    ((0.3, 0.2, 0.25), "held in part, it is ahead by less (mean lead +0.25"),
-    ((-1.0, 2.0, 0.5), "not held, the difference is within what seeds do"),
-    ((-1.1, -0.9, -1.0), "not held, it is behind"),
-    ((1.0,), "Too few seeds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ((1.1, 0.9, 1.0), "held (mean lead +1.00, standard error 0.06, 3 seeds)"),
+        ((0.3, 0.2, 0.25), "held in part, it is ahead by less (mean lead +0.25"),
+        ((-1.0, 2.0, 0.5), "not held, the difference is within what seeds do"),
+        ((-1.1, -0.9, -1.0), "not held, it is behind"),
+        ((1.0,), "Too few seeds"),
+    ],
+)
 def test_the_page_says_whether_the_claim_holds(
     campaign: Path, tmp_path: Path, gaps: tuple[float, ...], verdict: str
 ) -> None:
@@ -482,8 +528,12 @@ def test_every_criterion_has_a_name_and_the_telling_tasks_come_first() -> None:
         criterion_of("?", 0, 2)
     assert set(str(error.value).partition("expected some of ")[2].split(", ")) == set(NAMES)
     assert [j.name for j in jobs(ORDER, ["hessian", "gradient"], range(2))][:5] == [
-        "mrpc-hessian-seed0", "mrpc-gradient-seed0", "mrpc-hessian-seed1", "mrpc-gradient-seed1", "sst2-hessian-seed0"
-    ]  # fmt: skip
+        "mrpc-hessian-seed0",
+        "mrpc-gradient-seed0",
+        "mrpc-hessian-seed1",
+        "mrpc-gradient-seed1",
+        "sst2-hessian-seed0",
+    ]
 
 
 def test_every_task_goes_the_whole_way(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,23 +597,32 @@ def test_the_whole_way_on_a_gpu(campaign: Path, tmp_path: Path) -> None:
     assert all(row["of_a_step"] == pytest.approx(row["peak_memory"] / step) for row in record["rows"])
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--task", "cola"], "--task is 'cola'"),
-    (["--task", "mrpc"], "needs --model and --data"),
-    (["--task", "mrpc", "--model", "m", "--data", "d", "--heads", "half"], "--heads is 'half'"),
-    (["--status", "--heads", "0.5,1.5"], "--heads is '0.5,1.5'; expected shares that are LEFT, between 0 and 1"),
-    (["--status", "--criteria", "hessian,"], "--criteria names ''; expected some of hessian"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "cola"], "--task is 'cola'"),
+        (["--task", "mrpc"], "needs --model and --data"),
+        (["--task", "mrpc", "--model", "m", "--data", "d", "--heads", "half"], "--heads is 'half'"),
+        (["--status", "--heads", "0.5,1.5"], "--heads is '0.5,1.5'; expected shares that are LEFT, between 0 and 1"),
+        (["--status", "--criteria", "hessian,"], "--criteria names ''; expected some of hessian"),
+    ],
+)
 def test_says_what_is_missing(options: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["glue", *options])
     assert result.exit_code == 2 and message in result.output
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--lr", "nan"], "lr is nan; expected a learning rate above 0"),
-    (["--heads", "0.75,0.1"], "--heads has 0.1: one of 8 heads stays in each of 2 layers, so at least 0.250 is left"),
-    (["--model", "."], "--model is '.', which is no folder nor name that loads: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lr", "nan"], "lr is nan; expected a learning rate above 0"),
+        (
+            ["--heads", "0.75,0.1"],
+            "--heads has 0.1: one of 8 heads stays in each of 2 layers, so at least 0.250 is left",
+        ),
+        (["--model", "."], "--model is '.', which is no folder nor name that loads: "),
+    ],
+)
 def test_says_what_is_wrong_before_anything_is_trained(
     campaign: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:

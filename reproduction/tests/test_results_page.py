@@ -31,9 +31,17 @@ def result(job: Job, accuracy: float, **more: Any) -> dict[str, Any]:
     """A result file as the campaign writes it, with what the page reads."""
     step = job.prune
     left = {k: getattr(step, f, None) or 0.33 for k, f in (("macs_left", "flops"), ("params_left", "params"))}
-    return {"kind": "hap-cifar10", "name": job.name, "accuracy": accuracy, "params": 100_000, "macs": 1,
-            "dense_accuracy": 0.9385, "hardware": HARDWARE, "history": {"accuracy": [None, accuracy]},
-            **left} | more  # fmt: skip
+    return {
+        "kind": "hap-cifar10",
+        "name": job.name,
+        "accuracy": accuracy,
+        "params": 100_000,
+        "macs": 1,
+        "dense_accuracy": 0.9385,
+        "hardware": HARDWARE,
+        "history": {"accuracy": [None, accuracy]},
+        **left,
+    } | more
 
 
 def rendered(folder: Path, accuracies: dict[str, float], **more: Any) -> tuple[str, list[Path]]:
@@ -76,14 +84,22 @@ def test_without_results_there_is_no_accuracy_of_ours_on_the_page(tmp_path: Path
 
 
 def test_rows_show_mean_spread_and_seeds_beside_the_paper(tmp_path: Path) -> None:
-    text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936, 0.935])
-                       | seeds("resnet56-paper-implant-centre-40.7", [0.93]))  # fmt: skip
+    text, _ = rendered(
+        tmp_path,
+        seeds("resnet56-paper-hap-38.74", [0.934, 0.936, 0.935]) | seeds("resnet56-paper-implant-centre-40.7", [0.93]),
+    )
     assert row_of(text, "HAP", "38.74, 41.53") == [
         "[HAP](../results/cifar10/resnet56-paper-hap-38.74-seed0.json) "
         "[1](../results/cifar10/resnet56-paper-hap-38.74-seed1.json) "
-        "[2](../results/cifar10/resnet56-paper-hap-38.74-seed2.json)", "38.74", "41.53", "93.50 ± 0.10 (3 seeds)",
-        "93.85", "38.74, 41.53", "93.38", "within the noise (+0.12 ± 0.25)",  # 4.303 standard errors of 0.1 / 3**0.5
-    ]  # fmt: skip
+        "[2](../results/cifar10/resnet56-paper-hap-38.74-seed2.json)",
+        "38.74",
+        "41.53",
+        "93.50 ± 0.10 (3 seeds)",
+        "93.85",
+        "38.74, 41.53",
+        "93.38",
+        "within the noise (+0.12 ± 0.25)",  # 4.303 standard errors of 0.1 / 3**0.5
+    ]
     assert row_of(text, "[HAP + Implant]", "40.70")[3:] == [
         "93.00 (1 of 3 seeds)",
         "93.85",
@@ -98,8 +114,12 @@ def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_p
     base = "resnet56-paper"
     dead = {"network": "a", "init": "zero", "implants": 9, "zero": 7, "negative_bias": 8, "zero_and_negative_bias": 6}
     write_json(tmp_path / "results" / "implants-from-zero.json", {"rows": [dead, dead | {"init": "center"}]})
-    text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.93]) | seeds(f"{base}-hap-per-cost-38.74", [0.934])
-                       | seeds(f"{base}-implant-40.7", [0.92]))  # fmt: skip
+    text, _ = rendered(
+        tmp_path,
+        seeds(f"{base}-hap-38.74", [0.93])
+        | seeds(f"{base}-hap-per-cost-38.74", [0.934])
+        | seeds(f"{base}-implant-40.7", [0.92]),
+    )
     found = text.partition("## Where the paper's figure is not reached")[2].partition("\n## ")[0]
     later = "not run yet"
     unknown = ", no spread known"
@@ -113,8 +133,17 @@ def test_rows_below_the_paper_stand_together_with_what_other_rankings_give(tmp_p
 
 def test_counts_of_implants_stay_when_their_networks_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "results" / "cifar10" / "implants-from-zero.json"
-    rows = [{"network": f"resnet56-paper-implant-40.7-seed{s}", "init": "zero", "implants": 9, "zero": s,
-             "negative_bias": 8, "zero_and_negative_bias": 6} for s in range(2)]  # fmt: skip
+    rows = [
+        {
+            "network": f"resnet56-paper-implant-40.7-seed{s}",
+            "init": "zero",
+            "implants": 9,
+            "zero": s,
+            "negative_bias": 8,
+            "zero_and_negative_bias": 6,
+        }
+        for s in range(2)
+    ]
     write_json(out, {"rows": rows})
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "benchmarks" / "implants_from_zero.py"))["main"]()
@@ -141,22 +170,29 @@ def test_a_larger_network_is_not_as_good(tmp_path: Path) -> None:
 
 def test_claims_are_held_against_the_noise(tmp_path: Path) -> None:
     base, many = "resnet56-paper", "per-cost-10000-images"
-    text, _ = rendered(tmp_path, seeds(f"{base}-hap-38.74", [0.934, 0.936, 0.935])
-                       | seeds(f"{base}-hap-{many}-38.74", [0.9445, 0.9450, 0.9455])
-                       | seeds(f"{base}-random-38.74", [0.90]) | seeds(f"{base}-implant-40.7", [0.94, 0.941])
-                       | seeds(f"{base}-implant-centre-40.7", [0.93, 0.931, 0.932])
-                       | seeds(f"{base}-implant-centre-{many}-40.7", [0.9305, 0.9305, 0.932]))  # fmt: skip
+    text, _ = rendered(
+        tmp_path,
+        seeds(f"{base}-hap-38.74", [0.934, 0.936, 0.935])
+        | seeds(f"{base}-hap-{many}-38.74", [0.9445, 0.9450, 0.9455])
+        | seeds(f"{base}-random-38.74", [0.90])
+        | seeds(f"{base}-implant-40.7", [0.94, 0.941])
+        | seeds(f"{base}-implant-centre-40.7", [0.93, 0.931, 0.932])
+        | seeds(f"{base}-implant-centre-{many}-40.7", [0.9305, 0.9305, 0.932]),
+    )
     # variances of 0.01, 0.0025, 0.005, 0.01 and 0.0075, weighted by 2, 2, 1, 2 and 2: 0.065 / 9, and 2.262 of its root
     assert row_of(text, "from zero", "3 and 2 seeds")[2:] == [
-        "held at 0 of 1 sizes, 1 not held, 1 not run yet", "40.7% FLOPs: -0.95 ± 0.18, 3 and 2 seeds (not held)",
-    ]  # fmt: skip
+        "held at 0 of 1 sizes, 1 not held, 1 not run yet",
+        "40.7% FLOPs: -0.95 ± 0.18, 3 and 2 seeds (not held)",
+    ]
     assert row_of(text, "10,000 images above HAP + Implant")[2].startswith("held at 0 of 1 sizes, 1 within the noise, ")
     assert row_of(text, "per cost, 10,000 images above HAP |")[2:] == [
-        "held at 1 of 1 sizes, 4 not run yet", "38.74% FLOPs: +1.00 ± 0.16, 3 seeds (held)",
-    ]  # fmt: skip
+        "held at 1 of 1 sizes, 4 not run yet",
+        "38.74% FLOPs: +1.00 ± 0.16, 3 seeds (held)",
+    ]
     assert row_of(text, "HAP above Random")[2:] == [
-        "held at 1 of 1 sizes, 3 not run yet", "38.74% FLOPs: +3.50 ± 0.22, 3 and 1 seeds (held)",
-    ]  # fmt: skip
+        "held at 1 of 1 sizes, 3 not run yet",
+        "38.74% FLOPs: +3.50 ± 0.22, 3 and 1 seeds (held)",
+    ]
     said = " ".join(text.split())
     assert "0.08 in protocol `paper` (9 degrees of freedom)" in said
     assert "ResNet56, HAP + Implant above Low rank" in text.partition("Not run yet: ")[2].partition("\n")[0]
@@ -172,9 +208,12 @@ def test_differences_stand_with_the_margin_of_their_seeds() -> None:
 
 
 def test_each_protocol_has_its_own_noise(tmp_path: Path) -> None:
-    text, _ = rendered(tmp_path, seeds("resnet56-paper-hap-38.74", [0.934, 0.936])
-                       | seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945])
-                       | seeds("preresnet29-short-hap-50.0", [0.93]))  # fmt: skip
+    text, _ = rendered(
+        tmp_path,
+        seeds("resnet56-paper-hap-38.74", [0.934, 0.936])
+        | seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945])
+        | seeds("preresnet29-short-hap-50.0", [0.93]),
+    )
     said = " ".join(text.split())
     assert "0.14 in protocol `paper` (1 degrees of freedom), 0.10 in protocol `best` (2 degrees of freedom), " in said
     assert "0.12 in protocol `short` (3 degrees of freedom)" in said  # which has that of all together
@@ -197,8 +236,11 @@ def test_dense_networks_lead_to_their_results(tmp_path: Path) -> None:
 def test_the_best_protocol_stands_beside_what_is_published(tmp_path: Path) -> None:
     text, _ = rendered(tmp_path, seeds("resnet56-best-implant-53.0", [0.944, 0.943, 0.945]))
     assert row_of(text, "ResNet56, HAP + Implant, at 53%")[3:] == [
-        "94.40 ± 0.10 (3 seeds)", "93.85", "94.22 (CORING)", "within the noise (+0.18 ± 0.25)",
-    ]  # fmt: skip
+        "94.40 ± 0.10 (3 seeds)",
+        "93.85",
+        "94.22 (CORING)",
+        "within the noise (+0.18 ± 0.25)",
+    ]
 
 
 def test_figures_are_drawn_from_what_has_run_and_do_not_change(tmp_path: Path) -> None:
@@ -239,8 +281,15 @@ def removal() -> dict[str, Any]:
         row("magnitude", 0.39, 0.4),
     ]
     measured = {"own": {"conv1": 4, "layer1": 8}, "given": {"conv1": 5, "layer1": 5}}
-    return {"name": "sensitivity-removal", "units": 4, "images": 1024, "scored_on": 512, "rows": rows,
-            "measured": measured, "falls": 0.25}  # fmt: skip
+    return {
+        "name": "sensitivity-removal",
+        "units": 4,
+        "images": 1024,
+        "scored_on": 512,
+        "rows": rows,
+        "measured": measured,
+        "falls": 0.25,
+    }
 
 
 def test_the_reason_names_what_equation_6_leaves_out(tmp_path: Path) -> None:
@@ -295,11 +344,18 @@ def test_one_command_writes_page_and_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content", "why"),
-    [("resnet56-paper-hap-38.74-seed0", "{", "cannot be read"),
-     ("resnet56-paper-hap-38.74-seed0", "[]", "it holds list"),
-     ("resnet56-paper-hap-38.74-seed0", "{}", "it has no name, accuracy, params, hardware, history, dense_accuracy;"),
-     ("sensitivity-shapes", "{}", "it has no images, rows;"), ("sensitivity-seconds-x", "\x00", "cannot be read")],
-)  # fmt: skip
+    [
+        ("resnet56-paper-hap-38.74-seed0", "{", "cannot be read"),
+        ("resnet56-paper-hap-38.74-seed0", "[]", "it holds list"),
+        (
+            "resnet56-paper-hap-38.74-seed0",
+            "{}",
+            "it has no name, accuracy, params, hardware, history, dense_accuracy;",
+        ),
+        ("sensitivity-shapes", "{}", "it has no images, rows;"),
+        ("sensitivity-seconds-x", "\x00", "cannot be read"),
+    ],
+)
 def test_a_damaged_result_file_is_named_with_what_to_do(tmp_path: Path, name: str, content: str, why: str) -> None:
     path = tmp_path / "results" / f"{name}.json"
     path.parent.mkdir()

@@ -386,15 +386,23 @@ def _record(spec: str, own: float, peer: float | None, gap: float | str = 0.0) -
     if peer is not None:
         beside = {"verified": True, "seconds": peer, "macs": [10, int(peer)]}
     return {
-        "model": spec, "flops": 0.5, "verified": True, "seconds": {"export": 1.0, "trace": own},
-        "torch_pruning": beside, "exported": {".pt2": 0.0, ".onnx": gap},
-    }  # fmt: skip
+        "model": spec,
+        "flops": 0.5,
+        "verified": True,
+        "seconds": {"export": 1.0, "trace": own},
+        "torch_pruning": beside,
+        "exported": {".pt2": 0.0, ".onnx": gap},
+    }
 
 
 def test_the_summary_counts_what_died_at_the_limit() -> None:
-    records = [_record("tv:resnet18", 2.0, 4.0), _record("tv:fcn_resnet50", 70.0, None, "why"),
-               _record("timm:b", 1.0, 6.0, 0.5), {"model": "hf:c", "verified": False, "why": "killed"},
-               {"model": "timm:new", "verified": False, "why": "no such model", "missing": True}]  # fmt: skip
+    records = [
+        _record("tv:resnet18", 2.0, 4.0),
+        _record("tv:fcn_resnet50", 70.0, None, "why"),
+        _record("timm:b", 1.0, 6.0, 0.5),
+        {"model": "hf:c", "verified": False, "why": "killed"},
+        {"model": "timm:new", "verified": False, "why": "no such model", "missing": True},
+    ]
     found = summary(records, 200)
     assert found["seconds"]["all"] == {"models": 4, "hap": 273.0}
     assert found["seconds"]["both"]["hap"] == 73 and found["seconds"]["both"]["torch_pruning"] == 210
@@ -406,9 +414,12 @@ def test_the_summary_counts_what_died_at_the_limit() -> None:
     assert found["times_export"]["without_check"]["models"] == 0  # records of before it was timed
     assert found["above_60_seconds"] == {"tv:fcn_resnet50": 70, "hf:c": 200}
     assert [row[:2] for row in family_rows(found)] == [
-        ["torchvision classifiers", "1 of 1"], ["torchvision detectors and segmenters", "1 of 1"],
-        ["timm", "1 of 1"], ["Hugging Face", "0 of 1"], ["all", "3 of 4"],
-    ]  # fmt: skip
+        ["torchvision classifiers", "1 of 1"],
+        ["torchvision detectors and segmenters", "1 of 1"],
+        ["timm", "1 of 1"],
+        ["Hugging Face", "0 of 1"],
+        ["all", "3 of 4"],
+    ]
     assert found["all"]["exported"] == {"models": 3, "equal": 1, ".pt2": 3, ".onnx": 1}
     assert any("73 s, torch-pruning 210 s" in line for line in sentences(found))
 

@@ -33,8 +33,13 @@ def folder(tmp_path: Path, digits: hap.data.Data) -> Path:
     model.load_state_dict(state)
     about = {"model": "digits_resnet", "classes": 10, "data": "digits", "result": "run", "input": [1, 8, 8]}
     count = hap.cost(model, torch.zeros(1, 1, 8, 8))
-    result = {"name": "run", "model": "digits_resnet", "params": count.params, "macs": count.macs,
-              "accuracy_in_half_precision": hap.evaluate(model, digits).accuracy}  # fmt: skip
+    result = {
+        "name": "run",
+        "model": "digits_resnet",
+        "params": count.params,
+        "macs": count.macs,
+        "accuracy_in_half_precision": hap.evaluate(model, digits).accuracy,
+    }
     write_json(tmp_path / "results" / "cifar10" / "run.json", result)
     hap.save(tmp_path / "zoo" / "run.safetensors", model.half(), about=about)
     wanted = {"small": "run", "not-trained-yet": "other"}

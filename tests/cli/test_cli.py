@@ -124,14 +124,18 @@ def test_score_prints_a_row_per_layer_and_writes_what_prune_reads(dense: Path, t
     ok("prune", dense, "--params", 0.3, "--scores", scores, "--calibration", 64, "--out", out)
     ok("prune", dense, "--params", 0.3, "--calibration", 64, "--out", tmp_path / "direct.safetensors")
     assert hap.read(out).plan == hap.read(tmp_path / "direct.safetensors").plan
-    assert "another checkpoint" in refused("prune", out_of(dense, tmp_path), "--params", 0.3, "--scores", scores,
-                                           "--out", out)  # fmt: skip
-    assert "--coupling joint" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--coupling", "union",
-                                         "--out", out)  # fmt: skip
-    assert "scored without --stream" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--stream",
-                                                "--out", out)  # fmt: skip
-    assert "scored by hessian" in refused("prune", dense, "--params", 0.3, "--scores", scores, "--criterion", "l1",
-                                          "--out", out)  # fmt: skip
+    assert "another checkpoint" in refused(
+        "prune", out_of(dense, tmp_path), "--params", 0.3, "--scores", scores, "--out", out
+    )
+    assert "--coupling joint" in refused(
+        "prune", dense, "--params", 0.3, "--scores", scores, "--coupling", "union", "--out", out
+    )
+    assert "scored without --stream" in refused(
+        "prune", dense, "--params", 0.3, "--scores", scores, "--stream", "--out", out
+    )
+    assert "scored by hessian" in refused(
+        "prune", dense, "--params", 0.3, "--scores", scores, "--criterion", "l1", "--out", out
+    )
 
 
 def out_of(dense: Path, folder: Path) -> Path:
@@ -146,8 +150,24 @@ def test_score_with_probes_shows_standard_errors(dense: Path) -> None:
 
 def test_prune_meets_the_budget_and_shows_plan_cost_and_accuracy(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "pruned.safetensors"
-    shown = ok("prune", dense, "--data", "digits", "--params", 0.3, "--implant", 0.2, "--criterion", "hessian",
-               "--coupling", "joint", "--calibration", 64, "--out", out)  # fmt: skip
+    shown = ok(
+        "prune",
+        dense,
+        "--data",
+        "digits",
+        "--params",
+        0.3,
+        "--implant",
+        0.2,
+        "--criterion",
+        "hessian",
+        "--coupling",
+        "joint",
+        "--calibration",
+        64,
+        "--out",
+        out,
+    )
     assert "implanted" in shown
     assert "82,762" in shown
     assert "accuracy" in shown
@@ -158,9 +178,33 @@ def test_prune_meets_the_budget_and_shows_plan_cost_and_accuracy(dense: Path, tm
 
 def test_options_of_prune_reach_the_plan(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "pruned.safetensors"
-    ok("prune", dense, "--flops", 0.8, "--criterion", "l1", "--round-to", 4, "--leave", "layer1.*", "--per-cost",
-       "--compensate", "--per-layer", 0.5, "--implant", 0.5, "--implant-kind", "DepthwiseSeparable", "--coupling",
-       "union", "--stream", "--calibration", 64, "--out", out)  # fmt: skip
+    ok(
+        "prune",
+        dense,
+        "--flops",
+        0.8,
+        "--criterion",
+        "l1",
+        "--round-to",
+        4,
+        "--leave",
+        "layer1.*",
+        "--per-cost",
+        "--compensate",
+        "--per-layer",
+        0.5,
+        "--implant",
+        0.5,
+        "--implant-kind",
+        "DepthwiseSeparable",
+        "--coupling",
+        "union",
+        "--stream",
+        "--calibration",
+        64,
+        "--out",
+        out,
+    )
     plan = hap.read(out).plan
     assert plan.coupling == "union" and hap.read(out).about["prune"]["stream"] is True
     assert plan.implant.to_dict()["kind"] == "DepthwiseSeparable"
@@ -171,8 +215,18 @@ def test_options_of_prune_reach_the_plan(dense: Path, tmp_path: Path) -> None:
 def test_prune_and_info_say_what_could_not_be_touched(tiny: Path) -> None:
     (tiny / "tinynet.py").write_text(RECURRENT)
     ok("train", "--model", "tinynet:build", "--data", "digits", "--epochs", 1, "--out", "net.safetensors")
-    said = ok("prune", "net.safetensors", "--params", 0.9, "--criterion", "magnitude", "--model", "tinynet:build",
-              "--out", "p.safetensors")  # fmt: skip
+    said = ok(
+        "prune",
+        "net.safetensors",
+        "--params",
+        0.9,
+        "--criterion",
+        "magnitude",
+        "--model",
+        "tinynet:build",
+        "--out",
+        "p.safetensors",
+    )
     line = next(line for line in said.splitlines() if "could not be touched" in line)
     assert re.match(r"\d\d% of the parameters could not be touched: rows \(lstm: projects its states", line)
     assert line in ok("info", "p.safetensors").splitlines()
@@ -180,8 +234,20 @@ def test_prune_and_info_say_what_could_not_be_touched(tiny: Path) -> None:
 
 def test_finetune_eval_info_and_export_need_no_model(dense: Path, pruned: Path, tmp_path: Path) -> None:
     final = tmp_path / "final.safetensors"
-    ok("finetune", pruned, "--data", "digits", "--recipe", "digits-finetune", "--teacher", dense, "--epochs", 1,
-       "--out", final)  # fmt: skip
+    ok(
+        "finetune",
+        pruned,
+        "--data",
+        "digits",
+        "--recipe",
+        "digits-finetune",
+        "--teacher",
+        dense,
+        "--epochs",
+        1,
+        "--out",
+        final,
+    )
     saved = hap.read(final)
     assert saved.recipe["distill"] == 0.7
     assert saved.plan == hap.read(pruned).plan
@@ -237,8 +303,19 @@ def test_prune_to_a_share_of_the_time(dense: Path, tmp_path: Path, monkeypatch: 
 
 def test_version_and_help_with_examples() -> None:
     assert ok("--version") == f"hap {hap.__version__}\n"
-    for command in ("demo", "train", "score", "prune", "finetune", "run", "eval", "export", "info", "report",
-                    "reproduce"):  # fmt: skip
+    for command in (
+        "demo",
+        "train",
+        "score",
+        "prune",
+        "finetune",
+        "run",
+        "eval",
+        "export",
+        "info",
+        "report",
+        "reproduce",
+    ):
         assert f"hap {command}" in ok(command, "--help").split("Example")[1]
 
 
@@ -249,8 +326,9 @@ def test_wrong_names(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
     assert "unknown model 'resnet1'" in refused("train", "--model", "resnet1", "--data", "digits", "--out", out)
     assert "nowhere" in refused("train", "--model", "digits_resnet", "--data", "nowhere", "--out", out)
-    assert "unknown recipe" in refused("train", "--model", "digits_resnet", "--data", "digits", "--recipe", "fast",
-                                       "--out", out)  # fmt: skip
+    assert "unknown recipe" in refused(
+        "train", "--model", "digits_resnet", "--data", "digits", "--recipe", "fast", "--out", out
+    )
     assert "cannot read an image of digits" in refused("train", "--model", "resnet20", "--data", "digits", "--out", out)
     assert "criterion is 'size'" in refused("score", dense, "--criterion", "size")
     assert "coupling is 'loose'" in refused("score", dense, "--coupling", "loose")
@@ -276,10 +354,12 @@ def test_wrong_budgets(dense: Path, pruned: Path, tmp_path: Path) -> None:
     line = refused("prune", dense, "--params", 0.001, "--criterion", "l1", "--out", out)
     assert "--params 0.001 cannot be reached" in line
     assert "raise --per-layer or --leave fewer layers alone" in line
-    assert "--leave has 'stem*'" in refused("prune", dense, "--params", 0.3, "--criterion", "l1", "--leave", "stem*",
-                                            "--out", out)  # fmt: skip
-    assert "--round-to 0; expected at least 1" in refused("prune", dense, "--params", 0.3, "--round-to", 0, "--out",
-                                                          out)  # fmt: skip
+    assert "--leave has 'stem*'" in refused(
+        "prune", dense, "--params", 0.3, "--criterion", "l1", "--leave", "stem*", "--out", out
+    )
+    assert "--round-to 0; expected at least 1" in refused(
+        "prune", dense, "--params", 0.3, "--round-to", 0, "--out", out
+    )
     assert "pruned already" in refused("prune", pruned, "--params", 0.1, "--out", out)
     assert "--implant is 3" in refused("prune", dense, "--params", 0.3, "--implant", 3, "--out", out)
     assert "probes are for" in refused(
@@ -365,8 +445,20 @@ def test_a_checkpoint_cannot_choose_code_but_its_user_can(tiny: Path) -> None:
 
 
 def test_ctrl_c_leaves_what_the_same_command_resumes(tiny: Path) -> None:
-    command = [sys.executable, "-c", "from hap.cli import main; main()", "train", "--model", "tinynet:build", "--data",
-               "digits", "--epochs", "8", "--out", "net.safetensors"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        "from hap.cli import main; main()",
+        "train",
+        "--model",
+        "tinynet:build",
+        "--data",
+        "digits",
+        "--epochs",
+        "8",
+        "--out",
+        "net.safetensors",
+    ]
     state = tiny / "net.training.safetensors"
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     deadline = time.monotonic() + 60
@@ -455,8 +547,13 @@ def test_run_leaves_results_and_skips_what_is_finished(tiny: Path) -> None:
 def test_fresh_removes_what_the_experiment_left_and_nothing_else(tmp_path: Path) -> None:
     experiment = read_config(small_config(tmp_path))
     out = Path(experiment.out)
-    ours = [out / "dense.safetensors", out / "l1-seed0.safetensors", out / "results" / "l1-seed0.json",
-            out / "training" / "l1-seed0-0123abcd.safetensors", out / "experiment.json"]  # fmt: skip
+    ours = [
+        out / "dense.safetensors",
+        out / "l1-seed0.safetensors",
+        out / "results" / "l1-seed0.json",
+        out / "training" / "l1-seed0-0123abcd.safetensors",
+        out / "experiment.json",
+    ]
     others = [out / "mine.safetensors", out / "results" / "l2-seed0.json", out / "l1-seed1.safetensors"]
     for path in ours + others:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -493,7 +590,7 @@ def test_run_goes_on_after_an_interruption(tmp_path: Path, dense: Path, monkeypa
         ({"dense": ""}, ["either a recipe to train by or a checkpoint"]),
         ({"dense": "= 3"}, ["not valid TOML"]),
     ],
-)  # fmt: skip
+)
 def test_bad_configs_are_refused_before_any_work(tmp_path: Path, changes: dict[str, str], expected: list[str]) -> None:
     line = refused("run", small_config(tmp_path, **changes))
     assert all(words in line for words in expected), line

@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "quantised": (quantised, r"\d is quantised, .* prune the model first, then quantise it"),
     "no samples": (lambda: (given()[0], given()[1][:0]), r"the example has shape \(0, 3, \d+, \d+\), which is empty"),
     "inference": (made_in_inference_mode, r"0\.0\.weight was made in inference mode.*make the model outside"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*(torch.jit|quantize)")

@@ -273,8 +273,16 @@ def test_parts_are_scored_within_the_whole_model() -> None:
         return sum(((image["boxes"] - target) ** 2).mean() for image in found)
 
     with pytest.warns(UserWarning, match=IN_PARTS):
-        plan = hap.prune_(model, example, [(example, 0.5)], loss, params=0.6, implant=hap.Pointwise(0.5, init="lstsq"),
-                          criterion=hap.HessianTrace(probes=4), compensate=True)  # fmt: skip
+        plan = hap.prune_(
+            model,
+            example,
+            [(example, 0.5)],
+            loss,
+            params=0.6,
+            implant=hap.Pointwise(0.5, init="lstsq"),
+            criterion=hap.HessianTrace(probes=4),
+            compensate=True,
+        )
     assert set(seen) == {1} and [g.module for g in plan.grafts] == ["backbone.0"]
     assert hap.cost(model, example).params == plan.after.params
 

@@ -27,23 +27,44 @@ def record(name: str, seed: int = 0, accuracy: float | None = None, params: int 
     pruned = None if accuracy is None else side(accuracy, params, latency)
     curve = {"loss": [1.0, 0.5], "accuracy": [None, 0.9], "lr": [0.1, 0.0], "seconds": [1.0, 1.0]}
     config = {"model": "net", "data": "digits", "prune": {"criterion": "hessian", "name": name}}
-    return Result(name, seed, config,
-                  "hessian" if pruned else None, {"params": 0.3} if pruned else None, side(0.95, 1000, 10.0), pruned,
-                  0.4 if pruned else None, 500, curve, 2.0, "abc", HARDWARE, "2026-01-02T03:04:05+00:00")  # fmt: skip
+    return Result(
+        name,
+        seed,
+        config,
+        "hessian" if pruned else None,
+        {"params": 0.3} if pruned else None,
+        side(0.95, 1000, 10.0),
+        pruned,
+        0.4 if pruned else None,
+        500,
+        curve,
+        2.0,
+        "abc",
+        HARDWARE,
+        "2026-01-02T03:04:05+00:00",
+    )
 
 
 SENSITIVITY = {
-    "kind": "hap-sensitivity", "format": 1, "name": "HAP", "criterion": "hessian",
-    "layers": {f"layer{i}": {"scores": [0.0, 1e-3, 2e-3, 5e-3], "fate": ["removed", "removed", "implanted", "kept"]}
-               for i in range(5)},
-}  # fmt: skip
+    "kind": "hap-sensitivity",
+    "format": 1,
+    "name": "HAP",
+    "criterion": "hessian",
+    "layers": {
+        f"layer{i}": {"scores": [0.0, 1e-3, 2e-3, 5e-3], "fate": ["removed", "removed", "implanted", "kept"]}
+        for i in range(5)
+    },
+}
 PROBES = {
-    "kind": "hap-probes", "format": 1, "probes": 4, "images": 8,
+    "kind": "hap-probes",
+    "format": 1,
+    "probes": 4,
+    "images": 8,
     "channels": [
         {"layer": "layer1", "unit": 3, "exact": exact, "mean": [1.0, 2.0, 1.5, 1.6], "error": [None, 0.5, 0.4, 0.3]}
         for exact in (1.55, None)
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture

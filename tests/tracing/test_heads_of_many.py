@@ -36,17 +36,32 @@ GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "vocab_size": 60, "n_posi
 FAMILIES: dict[str, tuple[str, dict[str, Any], int, int, int]] = {
     "one table for all layers, which the first makes": ("T5ForConditionalGeneration", T5, 5, HEADS, 1),
     "the same, and one of zeros for cross-attention": (
-        "T5ForConditionalGeneration", T5 | {"num_layers": 2, "num_decoder_layers": 2}, 6, HEADS, 4),
-    "slopes of heads": ("BloomForCausalLM", {"hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS, "vocab_size": 60},
-                        2, HEADS, 2),
+        "T5ForConditionalGeneration",
+        T5 | {"num_layers": 2, "num_decoder_layers": 2},
+        6,
+        HEADS,
+        4,
+    ),
+    "slopes of heads": (
+        "BloomForCausalLM",
+        {"hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS, "vocab_size": 60},
+        2,
+        HEADS,
+        2,
+    ),
     "one key for all queries, fused": ("FalconForCausalLM", TEXT, 2, HEADS, 0),
-    "grouped queries, fused": ("FalconForCausalLM", TEXT | {"new_decoder_architecture": True, "num_kv_heads": 2},
-                               2, 2, 0),
+    "grouped queries, fused": (
+        "FalconForCausalLM",
+        TEXT | {"new_decoder_architecture": True, "num_kv_heads": 2},
+        2,
+        2,
+        0,
+    ),
     "how many heads stands in the configuration": ("Phi3ForCausalLM", GROUPED, 2, 2, 2),
     "norms over all heads": ("Olmo2ForCausalLM", GROUPED, 2, 2, 2),
     "heads in four blocks": ("CodeGenForCausalLM", GPT | {"rotary_dim": 4}, 2, HEADS, 2),
     "a layer that counts its outputs": ("OpenAIGPTLMHeadModel", GPT, 2, HEADS, 0),
-}  # fmt: skip
+}
 """Model class, settings, layers of attention, units in each, and in how many of them zeros stand in for what goes."""
 
 
@@ -194,10 +209,18 @@ def drawn(model: nn.Module, scale: float = 1.0) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize(
     ("layer", "padded"),
-    [(Attention(plain), 0), (Attention(sloped), 4), (Attention(batched), 0), (Attention(broadcast), 0),
-     (Attention(pooled), 0), (Attention(written), 0), (OneKey(plain, 12), 0), (OneKey(repeated, 12), 0)],
+    [
+        (Attention(plain), 0),
+        (Attention(sloped), 4),
+        (Attention(batched), 0),
+        (Attention(broadcast), 0),
+        (Attention(pooled), 0),
+        (Attention(written), 0),
+        (OneKey(plain, 12), 0),
+        (OneKey(repeated, 12), 0),
+    ],
     ids=["plain", "sloped", "batched", "broadcast", "pooled", "written", "one key", "one key repeated"],
-)  # fmt: skip
+)
 def test_heads_go_from(layer: Attention, padded: int) -> None:
     model, x = drawn(nn.Sequential(layer, nn.Linear(8, 3)))
     groups = hap.trace(model, x)

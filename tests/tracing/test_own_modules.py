@@ -121,9 +121,17 @@ def test_one_layer_that_does_not_fit_keeps_no_other_from_it() -> None:
             return x
 
     model = nn.Sequential(
-        nn.Conv2d(3, 24, 3), Strict(), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU(), nn.Conv2d(24, 20, 3), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(20, 4),
-    ).eval()  # fmt: skip
+        nn.Conv2d(3, 24, 3),
+        Strict(),
+        nn.ReLU(),
+        nn.Conv2d(24, 24, 3),
+        nn.ReLU(),
+        nn.Conv2d(24, 20, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(20, 4),
+    ).eval()
     assert set(hap.trace(model, torch.randn(2, 3, 9, 9))) == {"3", "5"}
 
 

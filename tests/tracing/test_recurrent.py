@@ -36,8 +36,10 @@ def classifier(kind: Any = nn.LSTM, **options: Any) -> nn.Module:
     width = 9 * (1 + options.get("bidirectional", False))
     return made(
         lambda m, x: m.head(m.rnn(m.table(x))[0][:, -1]),
-        table=nn.Embedding(20, 6), rnn=kind(6, 9, batch_first=True, **options), head=nn.Linear(width, 4),
-    )  # fmt: skip
+        table=nn.Embedding(20, 6),
+        rnn=kind(6, 9, batch_first=True, **options),
+        head=nn.Linear(width, 4),
+    )
 
 
 def tagger() -> nn.Module:
@@ -60,8 +62,11 @@ def encoder_decoder() -> nn.Module:
     encoder, decoder = nn.LSTM(5, 8, batch_first=True), nn.LSTM(6, 8, batch_first=True)
     return made(
         lambda m, x, y: m.head(m.decoder(m.table(y), m.encoder(x)[1])[0]),
-        encoder=encoder, decoder=decoder, table=nn.Embedding(20, 6), head=nn.Linear(8, 4),
-    )  # fmt: skip
+        encoder=encoder,
+        decoder=decoder,
+        table=nn.Embedding(20, 6),
+        head=nn.Linear(8, 4),
+    )
 
 
 def stepping(kind: Any) -> nn.Module:
@@ -105,31 +110,41 @@ MODELS: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "convolution": (signs, steps(2, 1, 4, 7), {"conv": 6, "rnn": 8}),
     "final states": (
         lambda: made(ending, first=nn.Linear(5, 6), rnn=nn.LSTM(6, 9, 2, batch_first=True), head=nn.Linear(9, 4)),
-        steps(3, 5, 5), first_and_rnn(),
+        steps(3, 5, 5),
+        first_and_rnn(),
     ),
     "encoder and decoder": (encoder_decoder, (steps(3, 5, 5), words(3, 4)), {"encoder": 8}),
     "a state that a layer computes": (
         lambda: started(lambda m, x: m.bridge(x[:, 0]).tanh()[None], bridge=nn.Linear(5, 9)),
-        steps(3, 5, 5), {"first": 6, "bridge": 9},
+        steps(3, 5, 5),
+        {"first": 6, "bridge": 9},
     ),
     "a learnt state": (
         lambda: started(lambda m, x: m.state.expand(-1, len(x), -1), state=nn.Parameter(torch.randn(1, 1, 9))),
-        steps(3, 5, 5), first_and_rnn(),
+        steps(3, 5, 5),
+        first_and_rnn(),
     ),
     "lstm cell": (lambda: stepping(nn.LSTMCell), steps(3, 5, 5), first_and_rnn()),
     "gru cell": (lambda: stepping(nn.GRUCell), steps(3, 5, 5), first_and_rnn()),
     "rnn cell": (lambda: stepping(nn.RNNCell), steps(3, 5, 5), first_and_rnn()),
     "without a batch": (
-        lambda: made(lambda m, x: m.head(m.rnn(m.first(x))[0]), first=nn.Linear(5, 6), rnn=nn.GRU(6, 9),
-                     head=nn.Linear(9, 4)),
-        steps(5, 5), first_and_rnn(),
+        lambda: made(
+            lambda m, x: m.head(m.rnn(m.first(x))[0]), first=nn.Linear(5, 6), rnn=nn.GRU(6, 9), head=nn.Linear(9, 4)
+        ),
+        steps(5, 5),
+        first_and_rnn(),
     ),
     "two calls": (
-        lambda: made(lambda m, x: m.head(m.rnn(m.first(x))[0] * m.rnn(m.first(x.flip(1)))[0]), first=nn.Linear(5, 6),
-                     rnn=nn.LSTM(6, 9, batch_first=True), head=nn.Linear(9, 4)),
-        steps(3, 5, 5), first_and_rnn(),
+        lambda: made(
+            lambda m, x: m.head(m.rnn(m.first(x))[0] * m.rnn(m.first(x.flip(1)))[0]),
+            first=nn.Linear(5, 6),
+            rnn=nn.LSTM(6, 9, batch_first=True),
+            head=nn.Linear(9, 4),
+        ),
+        steps(3, 5, 5),
+        first_and_rnn(),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -217,8 +232,12 @@ def test_zeros_of_a_fixed_size_follow_in_the_graph() -> None:
 
 
 def test_states_among_the_outputs_stay() -> None:
-    model = made(lambda m, x: (m.head(m.rnn(m.first(x))[0]), m.rnn(x)[1]), first=nn.Linear(5, 5),
-                 rnn=nn.GRU(5, 9, batch_first=True), head=nn.Linear(9, 4))  # fmt: skip
+    model = made(
+        lambda m, x: (m.head(m.rnn(m.first(x))[0]), m.rnn(x)[1]),
+        first=nn.Linear(5, 5),
+        rnn=nn.GRU(5, 9, batch_first=True),
+        head=nn.Linear(9, 4),
+    )
     groups = hap.trace(model, steps(3, 5, 5))
     assert not groups.units and any("an output of the model" in f.why for f in groups.frozen)
 

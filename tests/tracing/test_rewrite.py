@@ -70,8 +70,19 @@ def _kept(groups: hap.groups.types.Groups, units: dict[str, list[int]]) -> Any:
     return kept
 
 
-@pytest.mark.parametrize("name", ["hard_coded_view", "shuffle_unit", "attention_by_hand", "split_concat", "gated_unit",
-                                  "grouped_many", "convnext_block", "multihead_attention"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hard_coded_view",
+        "shuffle_unit",
+        "attention_by_hand",
+        "split_concat",
+        "gated_unit",
+        "grouped_many",
+        "convnext_block",
+        "multihead_attention",
+    ],
+)
 def test_graphs_of_the_table_are_checked_as_they_are_pruned(name: str) -> None:
     model, example = CASES[name]()
     groups = hap.rewrite(model, example, stream=True)[1]

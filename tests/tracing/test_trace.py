@@ -80,14 +80,28 @@ UNION = JOINT | {
     "residual": {"stem.0": 6, "b1.0.0": 5, "b1.1.0": 6, "b2.0.0": 8, "b2.1.0": 8, "shortcut.0": 8},
     "preactivation": {"stem": 6, "b1.2.0": 6, "b1.2.3": 6, "shortcut": 7, "b2.0": 7, "b2.3": 7},
     "bottleneck": {
-        "stem.0": 5, "b1.0.0": 4, "b1.1.0": 4, "b1.2.0": 9, "shortcut.0": 9, "b2.0.0": 4, "b2.1.0": 4, "b2.2.0": 9,
+        "stem.0": 5,
+        "b1.0.0": 4,
+        "b1.1.0": 4,
+        "b1.2.0": 9,
+        "shortcut.0": 9,
+        "b2.0.0": 4,
+        "b2.1.0": 4,
+        "b2.2.0": 9,
     },
     "inverted_residual": {"stem.0": 4, "b.0.0": 9, "b.4.0": 4},
     "unet_upsampled": {"down1.0": 5, "down2.0": 8, "mix.0": 6, "side.0": 6},
-}  # fmt: skip
+}
 # What the table allows to vary: the trace may find more or fewer units here as long as the plans hold.
-LOOSE = ("residual_on_input", "residual_with_branches", "scaled_residual", "squeeze_excite", "convnext_block",
-         "two_inputs", "learned_query")  # fmt: skip
+LOOSE = (
+    "residual_on_input",
+    "residual_with_branches",
+    "scaled_residual",
+    "squeeze_excite",
+    "convnext_block",
+    "two_inputs",
+    "learned_query",
+)
 
 
 @pytest.mark.parametrize("name", JOINT)
@@ -203,8 +217,10 @@ def test_structure_is_sound(name: str, coupling: str) -> None:
         assert group_name == group.name == (weight if several else weight.rpartition(".")[0] or weight)
         for producer in group.producers:
             of_axis = groups.axes[producer.weight, producer.dim]
-            assert np.array_equal(np.where(producer.unit >= 0, group.classes[producer.unit], -1)[producer.unit >= 0],
-                                  of_axis[producer.unit >= 0])  # fmt: skip
+            assert np.array_equal(
+                np.where(producer.unit >= 0, group.classes[producer.unit], -1)[producer.unit >= 0],
+                of_axis[producer.unit >= 0],
+            )
             assert producer.unit.max() >= 0
         assert group_name in str(groups)
 
@@ -278,20 +294,41 @@ def test_a_new_rule_widens_what_can_be_cut() -> None:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("smooth", "gelu"), ("squeeze_excite", "sigmoid"), ("products_of_activations", "matmul"), ("mlp", "tanh"),
-        ("custom_operator", "halved"), ("shared_module", "again.weight"), ("tied_parameters", "a.weight"),
-        ("layer_norm_mlp", "layer_norm"), ("instance_norm", "instance_norm"), ("group_norm_many", "group_norm"),
-        ("batch_norm_without_affine", "batch_norm"), ("softmax_over_channels", "softmax"),
+        ("smooth", "gelu"),
+        ("squeeze_excite", "sigmoid"),
+        ("products_of_activations", "matmul"),
+        ("mlp", "tanh"),
+        ("custom_operator", "halved"),
+        ("shared_module", "again.weight"),
+        ("tied_parameters", "a.weight"),
+        ("layer_norm_mlp", "layer_norm"),
+        ("instance_norm", "instance_norm"),
+        ("group_norm_many", "group_norm"),
+        ("batch_norm_without_affine", "batch_norm"),
+        ("softmax_over_channels", "softmax"),
         ("unit_length", "norm"),
     ],
-)  # fmt: skip
+)
 def test_curved_networks_are_told(name: str, word: str) -> None:
     curved = traced(name, "joint").curved
     assert curved is not None and word in curved
 
 
-@pytest.mark.parametrize("name", ["plain", "vgg", "residual", "preactivation", "depthwise", "prelu", "inception",
-                                  "unet_upsampled", "transposed", "dense_block"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "vgg",
+        "residual",
+        "preactivation",
+        "depthwise",
+        "prelu",
+        "inception",
+        "unet_upsampled",
+        "transposed",
+        "dense_block",
+    ],
+)
 def test_piecewise_linear_networks_are_told(name: str) -> None:
     assert traced(name, "joint").curved is None
 
@@ -423,8 +460,9 @@ def test_a_trace_leaves_the_garbage_collector_as_it_was(collecting):
 
 
 def test_what_trials_made_goes_without_the_garbage_collector():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Unflatten(1, (8, 36)), nn.Flatten(),
-                          nn.Linear(288, 5)).eval()  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Unflatten(1, (8, 36)), nn.Flatten(), nn.Linear(288, 5)
+    ).eval()
     gc.collect()
     gc.disable()
     try:
@@ -438,12 +476,17 @@ def test_what_trials_made_goes_without_the_garbage_collector():
 
 @pytest.mark.parametrize(
     ("name", "units"),
-    [("einsum_layers", {"a": 7, "b": 6, "c": 8}), ("attention_by_einsum", {"q": 3, "out": 6}),
-     ("experts", {"up": 7, "a": 8, "b": 6}), ("gated_linear_units", {"a.0": 6, "b": 5}),
-     ("picked_places", {"a.0": 7, "b": 6}), ("masked_weights", {"0.parametrizations.weight": 8,
-     "2.parametrizations.weight": 6}), ("masked_on_the_way_up", {"0": 6, "2.parametrizations.weight": 5}),
-     ("weights_in_odd_places", {"a": 7})],
-)  # fmt: skip
+    [
+        ("einsum_layers", {"a": 7, "b": 6, "c": 8}),
+        ("attention_by_einsum", {"q": 3, "out": 6}),
+        ("experts", {"up": 7, "a": 8, "b": 6}),
+        ("gated_linear_units", {"a.0": 6, "b": 5}),
+        ("picked_places", {"a.0": 7, "b": 6}),
+        ("masked_weights", {"0.parametrizations.weight": 8, "2.parametrizations.weight": 6}),
+        ("masked_on_the_way_up", {"0": 6, "2.parametrizations.weight": 5}),
+        ("weights_in_odd_places", {"a": 7}),
+    ],
+)
 def test_what_a_forward_multiplies_or_picks_by_itself_has_units(name: str, units: dict[str, int]) -> None:
     assert {group: len(found) for group, found in hap.trace(*CASES[name](), stream=True).items()} == units
 

@@ -114,8 +114,9 @@ def test_what_runs_in_training_alone_is_cut_with_what_it_reads(kind: type[Auxili
 def test_such_branches_neither_count_nor_are_compensated(criterion: str) -> None:
     model, x = Auxiliary().eval(), torch.randn(4, 3, 8, 8)
     macs = hap.cost(model, x).macs
-    plan = hap.prune_(model, x, [(x, torch.zeros(4, dtype=torch.long))], LOSS, criterion=criterion, flops=0.5,
-                      compensate=True)  # fmt: skip
+    plan = hap.prune_(
+        model, x, [(x, torch.zeros(4, dtype=torch.long))], LOSS, criterion=criterion, flops=0.5, compensate=True
+    )
     assert plan.before.macs == macs
     assert hap.cost(model, x).macs == plan.after.macs
     assert "it runs in training alone" in reasons(hap.trace(model, x))["aux"]

@@ -70,8 +70,10 @@ def test_what_one_block_cannot_lose_none_of_its_repeats_loses() -> None:
     assert {x.module for x in groups.rewiring.size_attributes if x.attribute == "heads"} == {"4.0"}
     held = {f.what for f in groups.frozen if "counts on its size" in f.why}
     assert held | {n for n in groups if groups.pads(n)} == {
-        "1.qkv", "2.qkv", "3.qkv",
-    }  # fmt: skip
+        "1.qkv",
+        "2.qkv",
+        "3.qkv",
+    }
 
 
 @pytest.mark.parametrize(
@@ -149,11 +151,19 @@ def tripled(x: Tensor, times: int = 3) -> Tensor:
 @pytest.mark.parametrize(
     ("mine", "theirs", "same"),
     [
-        (3, 3, True), (3, 4, False), (3, 3.0, False), ((1, [2]), (1, [2]), True), ([1], [2], False),
-        ({"a": 1}, {"a": 1}, True), ({"a": 1}, {"a": 2}, False), ({1}, {1}, True), (object(), object(), False),
-        (tripled, tripled, True), (partial(tripled, times=2), partial(tripled, times=2), False),
+        (3, 3, True),
+        (3, 4, False),
+        (3, 3.0, False),
+        ((1, [2]), (1, [2]), True),
+        ([1], [2], False),
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        ({1}, {1}, True),
+        (object(), object(), False),
+        (tripled, tripled, True),
+        (partial(tripled, times=2), partial(tripled, times=2), False),
     ],
-)  # fmt: skip
+)
 def test_all_blocks_run_once_unless_their_attributes_are_equal(
     mine: object, theirs: object, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,11 +184,13 @@ def together(arguments: list[str], before: tuple[str, str] = ("", "")) -> list[s
     running = [
         subprocess.Popen(
             [sys.executable, "-c", code.format(first), *arguments],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank, first in enumerate(before)
-    ]  # fmt: skip
+    ]
     ended = []
     for process in running:
         out, err = process.communicate(timeout=120)

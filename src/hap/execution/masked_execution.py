@@ -29,7 +29,7 @@ _MULTI_HEAD = functional.multi_head_attention_forward
 _multi_head = FunctionType(
     _MULTI_HEAD.__code__, vars(functional) | {"has_torch_function": lambda _: False}, None, _MULTI_HEAD.__defaults__
 )
-"""The same code, which does not ask a mode to take its place, so that a mode gets to see what it calls."""
+"""The code behind it, which does not ask a mode to take its place, so that a mode gets to see what it calls."""
 POINTWISE = {functional.gelu, functional.silu, torch.sigmoid, torch.tanh, torch.exp}
 POINTWISE |= {Tensor.sigmoid, Tensor.tanh, Tensor.exp}
 """Functions of single elements. Kernels round differently at the end of a row, where no whole vector is left."""

@@ -187,7 +187,7 @@ def resnet56_jobs(seed: int) -> list[Job]:
 
 
 def rankings(seed: int) -> list[Job]:
-    """The same rows ranked by sensitivity per parameter and multiply-add saved, found on many images: of the rankings
+    """The rows of HAP ranked by sensitivity per parameter and multiply-add saved, found on many images: of the rankings
     below the one that came nearest to the paper. Seeds 1 and 2 run the headlines alone."""
     cheap: dict[str, Any] = {"per_cost": True}
     jobs = [_ranked(_step(PER_COST, row[0], **cheap), seed, row, MANY_IMAGES) for row in HAP_ROWS]
@@ -320,13 +320,13 @@ def _best_name(model: str, percent: float) -> str:
 
 
 def _longer(job: Job) -> Job:
-    """The same with more epochs."""
+    """A job with more epochs."""
     epochs = LONG[2]
     return replace(_variant(job, f"{epochs}-epochs"), recipe=replace(job.recipe, epochs=epochs))
 
 
 def _in_steps(job: Job) -> Job:
-    """The same, pruned from what a first step left and its fine-tuning made of it."""
+    """A job that starts from what a first step of pruning left and its fine-tuning made of it."""
     return replace(_variant(job, "in-steps"), start=job.name.replace(f"-{LONG[1]}-", f"-{FIRST_STEP}-"))
 
 

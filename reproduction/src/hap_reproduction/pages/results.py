@@ -182,7 +182,7 @@ def best(page: Page) -> str:
 
 def head_to_head(page: Page) -> str:
     rows = sorted(page.of("head-to-head"), key=lambda row: -row.budget[1])
-    text = """The same dense ResNet56 and the same fine-tuning (protocol `paper`). What Torch-Pruning removes was
+    text = """The dense ResNet56 and the fine-tuning are the same (protocol `paper`). What Torch-Pruning removes was
 written down by `python benchmarks/torch_pruning_plans.py --data data/cifar10` and checked to give its outputs. It
 removes channels from all branches of a sum at once; "coupled" is HAP with the same restriction."""
     return f"## Beside Torch-Pruning\n\n{command('head-to-head')}\n\n{text}\n\n{result_table(rows, with_paper=False)}"
