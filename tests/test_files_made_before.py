@@ -16,7 +16,7 @@ import hap
 from checks import run
 from files_made_before.make import CONFIG, FOLDER, NETWORKS, RECIPE, classifier, data, network, plan_of
 from hap.cli import app
-from hap.workflow import read_config
+from hap.workflow.config import read_config
 from hap.workflow.results import read_results
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
