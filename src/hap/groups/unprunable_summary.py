@@ -1,4 +1,4 @@
-"""What stays whole that a user would expect to shrink, in one sentence. `staying.py` finds it."""
+"""What stays whole that a user would expect to shrink, in one sentence. `tracing/unprunable.py` finds it."""
 
 from __future__ import annotations
 
