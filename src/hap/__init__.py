@@ -47,6 +47,7 @@ from hap.scoring import (
     Whole,
     score,
 )  # fmt: skip
+from hap.refit import Refit, refit_
 from hap.tracing import rules
 from hap.tracing.rewrite import rewrite
 from hap.tracing.trace import trace
@@ -58,9 +59,9 @@ __version__ = "0.1.0"
 __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateCurvature",
     "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank",
-    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reversed", "Scores", "SpatialLowRank",
+    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Refit", "Reversed", "Scores", "SpatialLowRank",
     "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export",
     "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts", "plan", "plan_blocks",
-    "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "rewrite", "rules", "save", "score", "trace",
+    "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "refit_", "rewrite", "rules", "save", "score", "trace",
     "train", "zoo",
 ]  # fmt: skip
