@@ -12,7 +12,7 @@ from hap.execution.calling import random_example
 from hap.execution.fast_copy import finish_clones
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
-from hap.surgery.build import build_implants
+from hap.surgery.additions import build_implants
 from hap.surgery.cut import carry_out_, cut_tensors
 from hap.surgery.rotate_heads import rotated
 from hap.utils.gc_pause import gc_paused

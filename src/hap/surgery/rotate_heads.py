@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,15 @@ def rotated(model: nn.Module, spaces: Sequence[HeadSpace], example: Any = None) 
 
     With an `example`, HapError if the model then returns anything else.
     """
-    if not spaces:
-        yield
-        return
-    if example is not None:
+    if spaces and example is not None:
         _check(model, spaces, example)
-    before = rotate_(model, spaces)
+    with restored_on_failure(model, rotate_(model, spaces)):
+        yield
+
+
+@contextmanager
+def restored_on_failure(model: nn.Module, before: Mapping[str, Tensor]) -> Iterator[None]:
+    """If something inside raises, parameters get these values back."""
     try:
         yield
     except BaseException:
@@ -80,7 +83,7 @@ def rotate_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
     return before
 
 
-def restore_(model: nn.Module, before: dict[str, Tensor]) -> None:
+def restore_(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     for name, values in before.items():
         tensors[name].data.copy_(values)
