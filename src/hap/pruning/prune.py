@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,6 +24,7 @@ from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.scoring import Criterion, score
 from hap.scoring.batch import Loss
+from hap.surgery.rotate_heads import restored_on_failure
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
@@ -82,7 +82,8 @@ def prune_(
         else:
             how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
             chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, **how).plan
-        with _restored_on_failure(model, compensate):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()} if compensate else {}
+        with restored_on_failure(model, before):
             if compensate:
                 compensate_(model, chosen, batches or ())
             if view is not None and verify:
@@ -99,19 +100,6 @@ def _with_head_spaces(
     if implant is None or not implant.needs_head_spaces:
         return groups
     return narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
-
-
-@contextmanager
-def _restored_on_failure(model: nn.Module, changed: bool) -> Iterator[None]:
-    """Where the weights are `changed` inside and something raises, they get their values back."""
-    before = {n: p.detach().clone() for n, p in model.named_parameters()} if changed else {}
-    try:
-        yield
-    except BaseException:
-        for name, parameter in model.named_parameters():
-            if name in before:
-                parameter.data.copy_(before[name])
-        raise
 
 
 def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:
