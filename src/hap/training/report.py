@@ -1,7 +1,6 @@
 """What a training shows while it runs: a progress bar, and TensorBoard scalars when asked for."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -12,23 +11,21 @@ from hap.training.run import Run
 
 
 class Report:
-    """A bar over all steps, with epoch, loss and test accuracy (means over models trained side by side)."""
+    """A bar over all steps, with epoch, loss and test accuracy."""
 
-    def __init__(self, runs: list[Run], first: int, epochs: int, log_dir: str | Path | None, progress: bool) -> None:
-        self.runs, self.epochs = runs, epochs
+    def __init__(self, run: Run, first: int, log_dir: str | Path | None, progress: bool) -> None:
+        self.run, epochs = run, run.recipe.epochs
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
-        steps = runs[0].steps_per_epoch
-        self.task = self.bar.add_task(f"epoch {first}/{epochs}", total=epochs * steps, completed=first * steps)
+        done = first * run.steps_per_epoch
+        self.task = self.bar.add_task(f"epoch {first}/{epochs}", total=run.total, completed=done)
         self.writer = None if log_dir is None else _tensorboard(log_dir, first)
 
     def __enter__(self) -> "Report":
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
         if self.writer is not None:
             self.writer.close()
@@ -37,27 +34,16 @@ class Report:
         self.bar.advance(self.task)
 
     def epoch(self, epoch: int) -> None:
-        """Show and log the last entries of the histories, of epoch `epoch` (from 0)."""
-        histories = [run.history for run in self.runs]
-        loss = sum(h.loss[-1] for h in histories) / len(histories)
-        known = [a for a in (_last_known(h.accuracy) for h in histories) if a is not None]
-        text = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.4f}"
-        if known:
-            text += f"  accuracy {100 * sum(known) / len(known):.2f}%"
+        """Show and log the last entries of the history, of epoch `epoch` (from 0)."""
+        history = self.run.history
+        text = f"epoch {epoch + 1}/{self.run.recipe.epochs}  loss {history.loss[-1]:.4f}"
+        if known := [accuracy for accuracy in history.accuracy if accuracy is not None]:
+            text += f"  accuracy {100 * known[-1]:.2f}%"
         self.bar.update(self.task, description=text)
         if self.writer is not None:
-            self._log(self.writer, epoch)
-
-    def _log(self, writer: Any, epoch: int) -> None:
-        for index, run in enumerate(self.runs):
-            for name, values in run.history.to_dict().items():
+            for name, values in history.to_dict().items():
                 if values[-1] is not None:
-                    tag = name if len(self.runs) == 1 else f"{name}/{index}"
-                    writer.add_scalar(tag, values[-1], epoch + 1)
-
-
-def _last_known(values: list[float | None]) -> float | None:
-    return next((value for value in reversed(values) if value is not None), None)
+                    self.writer.add_scalar(name, values[-1], epoch + 1)
 
 
 def _tensorboard(log_dir: str | Path, first: int) -> Any:
