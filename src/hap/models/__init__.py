@@ -1,7 +1,7 @@
 """The model zoo: a table of names, and the way to any other network through `package.module:factory`.
 
 `build` makes a fresh network of the zoo, `resolve` also finds networks of others; `pretrained.py` (`hap.zoo`) loads
-trained ones. The networks (`cifar_resnet.py`, `preresnet.py`, `resnet.py`, `vgg.py`) are flat files of plain torch.
+trained ones. The networks (`cifar_resnet.py`, `resnet.py`, `vgg.py`) are flat files of plain torch.
 Import from here.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from hap.errors import HapError
-from hap.models.cifar_resnet import CifarResNet
-from hap.models.preresnet import PreResNet
+from hap.models.cifar_resnet import CifarResNet, PreResNet
 from hap.models.resnet import BasicBlock, Bottleneck, ResNet
 from hap.models.vgg import VGG
 
@@ -82,7 +81,10 @@ def build(name: str, classes: int | None = None, **options: Any) -> nn.Module:
     """
     entry = info(name)
     _check_options(entry, options)
-    return entry.factory(classes=_checked_classes(entry.classes if classes is None else classes), **options)
+    count = entry.classes if classes is None else classes
+    if count < 1:
+        raise HapError(f"classes is {count}: expected at least 1")
+    return entry.factory(classes=count, **options)
 
 
 def resolve(spec: str, classes: int | None = None) -> nn.Module:
@@ -146,14 +148,7 @@ def _check_call(spec: str, factory: Callable[..., Any], arguments: dict[str, Any
 def _check_options(entry: ModelInfo, options: dict[str, Any]) -> None:
     parameters = inspect.signature(entry.factory).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "classes"]
-    for option in options:
-        if option not in known:
-            raise HapError(
-                f"model {entry.name!r} has no option {option!r}: expected {', '.join(known) or 'no options'}"
-            )
-
-
-def _checked_classes(classes: int) -> int:
-    if classes < 1:
-        raise HapError(f"classes is {classes}: expected at least 1")
-    return classes
+    if unknown := [option for option in options if option not in known]:
+        raise HapError(
+            f"model {entry.name!r} has no option {unknown[0]!r}: expected {', '.join(known) or 'no options'}"
+        )
