@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from hap.errors import HapError
 from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
 from hap.scoring import CRITERIA
-from hap.utils.atomic_files import write_atomic
+from hap.utils.atomic_files import check_writable
 from hap.workflow.networks import check_reads, data_of_checkpoint, load_data, open_checkpoint, pick_device
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
@@ -98,8 +99,6 @@ def data_for(
 
 def allow_local_modules() -> None:
     """Let --model name a module in the current folder, as python -m would."""
-    import sys
-
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
@@ -114,9 +113,7 @@ def check_out(path: Path) -> Path:
     """Refuse a place that cannot be written to before the work, not after it."""
     if path.is_dir():
         raise HapError(f"cannot write {path}: it is a folder; give a file name")
-    probe = path.with_name(f".{path.name}.check")
-    write_atomic(probe, lambda temporary: None)
-    probe.unlink(missing_ok=True)
+    check_writable(path.parent)
     return path
 
 

@@ -12,50 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.cli.options import (
-    Activations,
-    Backend,
-    Calibration,
-    Channels,
-    Compensate,
-    Coupling,
-    Criterion,
-    DataRoot,
-    DataSpec,
-    Device,
-    Flops,
-    ImageSize,
-    ImplantInit,
-    ImplantKind,
-    ImplantShare,
-    Latency,
-    Leave,
-    Model,
-    OutCheckpoint,
-    OutScores,
-    Params,
-    PerCost,
-    PerLayer,
-    Probes,
-    RoundTo,
-    Saved,
-    ScoresFile,
-    Seed,
-    Stream,
-    Threads,
-    TimedBatch,
-    check_not_input,
-    check_out,
-    check_saved_name,
-    data_for,
-    open_network,
-)  # fmt: skip
+from hap.cli import options
+from hap.cli.options import check_not_input, check_out, check_saved_name, data_for, open_network
 from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
 from hap.data import Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.io.checkpoint import Checkpoint
 from hap.planning.budget import Budget
 from hap.planning.plan import Plan
 from hap.scoring import Scores
@@ -71,19 +34,19 @@ KIND = "hap-scores"
 
 
 def score(
-    checkpoint: Saved,
-    data: DataSpec = None,
-    criterion: Criterion = "hessian",
-    coupling: Coupling = "joint",
-    stream: Stream = False,
-    probes: Probes = None,
-    out: OutScores = None,
-    calibration: Calibration = 512,
-    model: Model = None,
-    data_root: DataRoot = None,
-    image_size: ImageSize = None,
-    device: Device = None,
-    seed: Seed = 0,
+    checkpoint: options.Saved,
+    data: options.DataSpec = None,
+    criterion: options.Criterion = "hessian",
+    coupling: options.Coupling = "joint",
+    stream: options.Stream = False,
+    probes: options.Probes = None,
+    out: options.OutScores = None,
+    calibration: options.Calibration = 512,
+    model: options.Model = None,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
 ) -> None:
     """Say how sensitive the loss is to each channel.
 
@@ -131,36 +94,36 @@ def _score_table(scores: Scores, criterion: str) -> Any:
 
 
 def prune(
-    checkpoint: Saved,
-    out: OutCheckpoint,
-    data: DataSpec = None,
-    params: Params = None,
-    flops: Flops = None,
-    channels: Channels = None,
-    activations: Activations = None,
-    latency: Latency = None,
-    backend: Backend = "eager",
-    threads: Threads = None,
-    batch: TimedBatch = 1,
-    implant: ImplantShare = 0.0,
-    implant_kind: ImplantKind = "Pointwise",
-    implant_init: ImplantInit = None,
-    criterion: Criterion = "hessian",
-    coupling: Coupling = "joint",
-    stream: Stream = False,
-    probes: Probes = None,
-    scores: ScoresFile = None,
-    per_layer: PerLayer = 0.95,
-    round_to: RoundTo = 1,
-    leave: Leave = None,
-    per_cost: PerCost = False,
-    compensate: Compensate = False,
-    calibration: Calibration = 512,
-    model: Model = None,
-    data_root: DataRoot = None,
-    image_size: ImageSize = None,
-    device: Device = None,
-    seed: Seed = 0,
+    checkpoint: options.Saved,
+    out: options.OutCheckpoint,
+    data: options.DataSpec = None,
+    params: options.Params = None,
+    flops: options.Flops = None,
+    channels: options.Channels = None,
+    activations: options.Activations = None,
+    latency: options.Latency = None,
+    backend: options.Backend = "eager",
+    threads: options.Threads = None,
+    batch: options.TimedBatch = 1,
+    implant: options.ImplantShare = 0.0,
+    implant_kind: options.ImplantKind = "Pointwise",
+    implant_init: options.ImplantInit = None,
+    criterion: options.Criterion = "hessian",
+    coupling: options.Coupling = "joint",
+    stream: options.Stream = False,
+    probes: options.Probes = None,
+    scores: options.ScoresFile = None,
+    per_layer: options.PerLayer = 0.95,
+    round_to: options.RoundTo = 1,
+    leave: options.Leave = None,
+    per_cost: options.PerCost = False,
+    compensate: options.Compensate = False,
+    calibration: options.Calibration = 512,
+    model: options.Model = None,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
 ) -> None:
     """Prune a trained network to a budget.
 
@@ -173,33 +136,25 @@ def prune(
       hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
           --threads 1 --device cpu --out runs/fast.safetensors
     """
-    options = {**locals(), "leave": leave or ()}  # the options of this command, by name
+    given = {**locals(), "leave": leave or ()}  # the options of this command, by name
     timed = _TimeBudget(latency, backend, threads, batch) if latency is not None else None
     if timed and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency, activations)
-    options["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
-    step = PruneStep("prune", **{field: options[field] for field in _fields_of_steps()})
+    given["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
+    settings = [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
+    step = PruneStep("prune", **{name: given[name] for name in settings})
     check_saved_name(out, checkpoint, scores)
     network, saved, spec = open_network(checkpoint, model, device)
-    _check_dense(checkpoint, saved)
+    if saved.plan is not None:
+        raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     work = _Work(network, found, step, calibration, seed, stream)
     plan, metrics, timing = work.prune(scores, checkpoint, budget, timed)
-    settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
-    described = describe_network(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
+    asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
+    described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
     tell_written(out)
-
-
-def _check_dense(path: Path, checkpoint: Checkpoint) -> None:
-    if checkpoint.plan is not None:
-        raise HapError(f"{path} is pruned already; prune the dense checkpoint again with a smaller budget")
-
-
-def _fields_of_steps() -> list[str]:
-    """The settings of a step of pruning that are options of the command line."""
-    return [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
 
 
 @dataclass(frozen=True)

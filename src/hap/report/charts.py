@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hap.report.style import ACCENT, DENSE, GRID, IMPLANT, INK, LOST, MUTED, SERIES, Figure, new_figure, styled
+from hap.report.style import (
+    ACCENT,
+    DENSE,
+    GRID,
+    IMPLANT,
+    INK,
+    LOST,
+    MUTED,
+    SERIES,
+    VARIABLES,
+    Figure,
+    new_figure,
+    styled,
+    to_svg,
+)
 from hap.report.summary import Row
 from hap.workflow.results import Result
 
@@ -16,6 +30,34 @@ def colours(rows: Sequence[Row]) -> dict[str, str]:
     """A colour for each method, the same in all charts."""
     pruned = [row.name for row in rows if not row.dense]
     return {row.name: DENSE for row in rows if row.dense} | {n: SERIES[i % len(SERIES)] for i, n in enumerate(pruned)}
+
+
+def palette(rows: Sequence[Row]) -> dict[str, str]:
+    """The name in the page's style sheet of each method's colour."""
+    return {name: VARIABLES[colour] for name, colour in colours(rows).items()}
+
+
+def figures(
+    results: Sequence[Result], rows: Sequence[Row], others: Sequence[Mapping[str, Any]]
+) -> dict[str, str | int | None]:
+    """The charts of the page as SVG, and what it says of them; None for those that have no records."""
+    maps = [r for r in others if r["kind"] == "hap-sensitivity" and r["criterion"].startswith("hessian")]
+    telling = max(maps, key=_implanted, default=None)
+    found = next((r for r in others if r["kind"] == "hap-probes"), None)
+    trained = any(r.curve.get("loss") for r in results)
+    return {
+        "summary": to_svg(summary(rows), "summary"),
+        "sensitivity": to_svg(sensitivity(telling), "sensitivity") if telling else None,
+        "sensitivity_of": telling["name"] if telling else None,
+        "probes": to_svg(probes(found), "probes") if found else None,
+        "probe_count": found["probes"] if found else None,
+        "probe_images": found["images"] if found else None,
+        "curves": to_svg(curves(results, rows), "curves") if trained else None,
+    }
+
+
+def _implanted(record: Mapping[str, Any]) -> int:
+    return sum(layer["fate"].count("implanted") for layer in record["layers"].values())
 
 
 def summary(rows: Sequence[Row]) -> Figure:

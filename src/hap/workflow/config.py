@@ -102,7 +102,7 @@ class DenseStep:
 
     def make(self, seed: int) -> Recipe:
         assert self.recipe is not None
-        return _recipe(self.recipe, self.changes, seed)
+        return recipes.get(self.recipe, **self.changes, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,14 @@ class FinetuneStep:
     teacher: bool = False
 
     def make(self, seed: int) -> Recipe:
-        recipe = _recipe(self.recipe, self.changes, seed)
-        if self.teacher and not recipe.distill:
-            return dataclasses.replace(recipe, distill=DISTILL)
-        return recipe if self.teacher else dataclasses.replace(recipe, distill=0.0)
+        return taught(recipes.get(self.recipe, **self.changes, seed=seed), self.teacher)
+
+
+def taught(recipe: Recipe, teacher: bool, distill: float | None = None) -> Recipe:
+    """The recipe with the weight `distill` of a teacher, if there is one: its own if that is None, else `DISTILL`."""
+    if distill is None:
+        distill = recipe.distill or DISTILL
+    return dataclasses.replace(recipe, distill=distill if teacher else 0.0)
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,3 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float)
     return isinstance(value, kind if kind in _PLAIN else dict)
-
-
-def _recipe(name: str, changes: Mapping[str, Any], seed: int) -> Recipe:
-    return recipes.get(name, **{**changes, "seed": seed})
