@@ -1,8 +1,8 @@
 """The command line: `hap COMMAND`. Errors of the user are one line on stderr and exit status 2.
 
-`app` is the application, `options` the options that commands share, `screen` what is printed, `wording` how errors of
-the library are worded for who typed a command, `plugins` how other packages add commands. The commands themselves are
-in `training`, `pruning`, `inspecting` and `experiments`. Nothing imports from here; start with `pruning`.
+`app` is the application and how it words errors, `options` the options that commands share, `screen` what is printed,
+`plugins` how other packages add commands. The commands themselves are in `training`, `pruning`, `inspecting` and
+`experiments`. Nothing imports from here; start with `pruning`.
 """
 
 from hap.cli.app import app

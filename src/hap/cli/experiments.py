@@ -19,13 +19,12 @@ from hap.workflow.run import remove_results
 from hap.workflow.run import run as run_experiment
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
+DEMO = Path("runs/demo")
 AGAIN = "the same command goes on where it stopped"
 
 
 def demo(
-    out_folder: Annotated[Path, typer.Option("--out", help="Where results, checkpoints and the report go.")] = Path(
-        "runs/demo"
-    ),
+    out_folder: Annotated[Path, typer.Option("--out", help="Where results, checkpoints and the report go.")] = DEMO,
     quick: Annotated[bool, typer.Option("--quick", help="One epoch of everything, only to see that it works.")] = False,
     fresh: Fresh = False,
     device: Device = None,

@@ -15,6 +15,7 @@ from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved,
 from hap.cli.screen import out as screen
 from hap.cli.screen import percent, plan_table, say, share, table, tell_written, working
 from hap.errors import HapError
+from hap.training.evaluation import device_of
 from hap.workflow.networks import checkpoint_path, example_of_checkpoint, load_data, measure_networks
 
 
@@ -134,7 +135,7 @@ def info(checkpoint: Saved) -> None:
 
 def where(network: nn.Module) -> str:
     """The device, in words that say how latencies are taken."""
-    device = next(iter(network.parameters())).device
+    device = device_of(network)
     return "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 

@@ -15,6 +15,7 @@ from hap.errors import HapError
 from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
 from hap.scoring import CRITERIA
+from hap.training.evaluation import device_of
 from hap.utils.atomic_files import check_writable
 from hap.workflow.networks import check_reads, data_of_checkpoint, load_data, open_checkpoint, pick_device
 
@@ -92,7 +93,7 @@ def data_for(
         size = shape[-1]
     with working("reading the data"):
         found = load_data(data or data_of_checkpoint(checkpoint, path), spec, root, size)
-    found = found.to(next(iter(network.parameters())).device)
+    found = found.to(device_of(network))
     check_reads(network, found, spec)
     return found
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hap
 from hap.cli import options
@@ -25,7 +24,7 @@ from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import describe_network, first_images
+from hap.workflow.networks import describe_network, first_images, metrics_of
 from hap.workflow.results import read_json
 from hap.workflow.run import short_digest
 from hap.workflow.steps import apply_plan, note_if_fewer_images, prune_step, score_step
@@ -137,10 +136,10 @@ def prune(
           --threads 1 --device cpu --out runs/fast.safetensors
     """
     given = {**locals(), "leave": leave or ()}  # the options of this command, by name
-    timed = _TimeBudget(latency, backend, threads, batch) if latency is not None else None
-    if timed and distributed.processes() > 1:
+    if latency is not None and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency, activations)
+    timed = _Timed(budget, backend, threads, batch) if latency is not None else None
     given["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
     settings = [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
     step = PruneStep("prune", **{name: given[name] for name in settings})
@@ -150,7 +149,7 @@ def prune(
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
     found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
     work = _Work(network, found, step, calibration, seed, stream)
-    plan, metrics, timing = work.prune(scores, checkpoint, budget, timed)
+    plan, metrics, timing = work.prune(scores, checkpoint, timed)
     asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
     described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
@@ -158,10 +157,10 @@ def prune(
 
 
 @dataclass(frozen=True)
-class _TimeBudget:
-    """The share of the time that is left, and how time is measured."""
+class _Timed:
+    """A budget of time, and how time is measured."""
 
-    latency: float
+    budget: Budget
     backend: str
     threads: int | None
     batch: int
@@ -178,51 +177,34 @@ class _Work:
     seed: int
     stream: bool
 
-    def example(self, count: int = 1) -> Tensor:
-        return first_images(self.data, count).to(next(iter(self.network.parameters())).device)
-
-    def measured(self) -> dict[str, Any]:
-        found, cost = hap.evaluate(self.network, self.data), hap.cost(self.network, self.example())
-        return {"accuracy": found.accuracy, "loss": found.loss, "params": cost.params, "macs": cost.macs}
-
     def prune(
-        self, scores: Path | None, checkpoint: Path, budget: Budget, timed: _TimeBudget | None
+        self, scores: Path | None, checkpoint: Path, timed: _Timed | None
     ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
         """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
         _warn(note_if_fewer_images(self.data, self.calibration))
-        before, timing = self.measured(), dict[str, Any]()
+        before, timing = metrics_of(self.network, self.data), dict[str, Any]()
         del before["loss"]
         with working("pruning") as tell:
             groups, values = self.scores(scores, checkpoint, tell)
-            if timed is not None:
-                plan, timing = self.prune_to_time(groups, values, budget, timed, tell)
+            how = self.calibration, self.seed, tell
+            if timed is None:
+                plan = prune_step(self.network, self.data, self.step, groups, values, *how)
             else:
-                how = self.network, self.data, self.step, groups, values, self.calibration, self.seed, tell
-                plan = prune_step(*how)
-        after = self.measured()
+                tell("pruning copies and timing them")
+                plan, timing = self.plan_for_time(groups, values, timed)
+                apply_plan(self.network, self.data, self.step, plan, *how)
+        after = metrics_of(self.network, self.data)
         _show(plan, before, after, timing)
         return plan, {**after, "dense": before}, timing
 
-    def prune_to_time(
-        self, groups: Groups, values: Scores, budget: Budget, timed: _TimeBudget, tell: Any
-    ) -> tuple[Plan, dict[str, Any]]:
-        """Prune to a share of the dense network's time. Returns the plan, and what was timed and how."""
-        tell("pruning copies and timing them")
-        images, step = self.example(timed.batch), self.step
-
-        def answer() -> str:
-            made = hap.plan_for_latency(
-                self.network, groups, values, images, budget, step.make_implant(), step.limits(),
-                per_cost=step.per_cost, backend=timed.backend, threads=timed.threads,
-            )  # fmt: skip
-            timing = {"latency": timed.latency, "ratio": made.ratio, "round_to": made.round_to, "backend": made.backend,
-                      "threads": made.threads, "device": made.device, "batch": timed.batch}  # fmt: skip
-            return json.dumps({"plan": made.plan.to_dict(), "timing": timing})
-
-        found = json.loads(distributed.from_first(answer))  # each process would measure something else
-        plan = Plan.from_dict(found["plan"])
-        apply_plan(self.network, self.data, step, plan, self.calibration, self.seed, tell)
-        return plan, found["timing"]
+    def plan_for_time(self, groups: Groups, values: Scores, timed: _Timed) -> tuple[Plan, dict[str, Any]]:
+        """A plan for a share of the dense network's time, and what was timed and how."""
+        images, step = first_images(self.data, timed.batch, self.network), self.step
+        how: dict[str, Any] = {"per_cost": step.per_cost, "backend": timed.backend, "threads": timed.threads}
+        bounds = timed.budget, step.make_implant(), step.limits()
+        made = hap.plan_for_latency(self.network, groups, values, images, *bounds, **how)
+        timing = {name: getattr(made, name) for name in ("ratio", "round_to", "backend", "threads", "device")}
+        return made.plan, {"latency": timed.budget.latency, **timing, "batch": timed.batch}
 
     def scores(self, path: Path | None, checkpoint: Path, tell: Any) -> tuple[Groups, Scores]:
         """Trace and score, or read the scores that `hap score` wrote for this checkpoint."""
@@ -244,7 +226,7 @@ class _Work:
             raise HapError(
                 f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again"
             )
-        groups = hap.trace(self.network, self.example(), step.coupling, stream=self.stream)
+        groups = hap.trace(self.network, first_images(self.data, near=self.network), step.coupling, stream=self.stream)
         return groups, Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
 
 

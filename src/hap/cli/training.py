@@ -21,7 +21,7 @@ from hap.training import recipes
 from hap.training.recipes import Recipe
 from hap.utils import distributed
 from hap.workflow.config import DISTILL, taught
-from hap.workflow.networks import check_reads, describe_network, first_images, load_data, new_network, pick_device
+from hap.workflow.networks import check_reads, describe_network, load_data, metrics_of, new_network, pick_device
 
 RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
@@ -164,20 +164,12 @@ def _train_and_save(
         say(f"going on from {state}")
     with resumable(f"the same command goes on from the last finished epoch ({state} keeps it)"):
         history = hap.train(network, data, recipe, teacher=teacher, checkpoint=state, log_dir=log)
-        found = hap.evaluate(network, data)
-        count = hap.cost(network, first_images(data).to(next(iter(network.parameters())).device))
-        metrics = {
-            "accuracy": found.accuracy,
-            "loss": found.loss,
-            "params": count.params,
-            "macs": count.macs,
-            "seconds": sum(history.seconds),
-        }
+        metrics = {**metrics_of(network, data), "seconds": sum(history.seconds)}
         hap.save(path, network, plans, recipe=recipe, metrics=metrics, about=described)
         if distributed.is_first():
             state.unlink(missing_ok=True)
     say(
-        f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
-        f"in {sum(history.seconds):.0f} s"
+        f"accuracy {percent(metrics['accuracy'])} on {len(data.test)} test images, after {history.epochs} epochs "
+        f"in {metrics['seconds']:.0f} s"
     )
     tell_written(path)

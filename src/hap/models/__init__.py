@@ -95,9 +95,7 @@ def resolve(spec: str, classes: int | None = None) -> nn.Module:
     if ":" not in spec:
         return build(spec, classes)
     factory = _import_factory(spec)
-    arguments = {"classes": classes} if classes is not None and _accepts(factory, "classes") else {}
-    _check_call(spec, factory, arguments)
-    model = factory(**arguments)
+    model = factory(**_arguments(spec, factory, classes))
     if not isinstance(model, nn.Module):
         raise HapError(f"{spec!r} returned a {type(model).__name__}: expected a torch.nn.Module")
     return model
@@ -124,25 +122,22 @@ def _import_factory(spec: str) -> Callable[..., Any]:
     return factory
 
 
-def _accepts(factory: Callable[..., Any], argument: str) -> bool:
+def _arguments(spec: str, factory: Callable[..., Any], classes: int | None) -> dict[str, int]:
+    """What to call a factory with. One that needs more is told apart from one that fails inside."""
     try:
-        parameters = inspect.signature(factory).parameters
+        signature = inspect.signature(factory)
     except ValueError:  # some callables written in C do not tell
-        return False
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _check_call(spec: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Tell a factory that needs more arguments apart from one that fails inside."""
+        return {}
+    accepts = any(p.name == "classes" or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    arguments = {"classes": classes} if classes is not None and accepts else {}
     try:
-        inspect.signature(factory).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise HapError(
             f"model {spec!r} cannot be called without arguments ({error}): "
             "give a function that takes none, or only classes"
         ) from error
-    except ValueError:
-        return
+    return arguments
 
 
 def _check_options(entry: ModelInfo, options: dict[str, Any]) -> None:

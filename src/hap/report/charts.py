@@ -106,17 +106,9 @@ def _stacked(values: list[float], y: float) -> list[float]:
 def _against_params(axis: Any, rows: Sequence[Row]) -> None:
     colour = colours(rows)
     for row in rows:
-        x, y = 100 * row.params_left, 100 * row.accuracy
-        axis.plot(
-            [x] * len(row.accuracies),
-            [100 * a for a in row.accuracies],
-            "o",
-            color=colour[row.name],
-            ms=6,
-            alpha=0.45,
-            mec="none",
-        )
-        axis.plot([x], [y], "o", color=colour[row.name], ms=9, mec="none", label=row.name, zorder=4)
+        x, seeds = 100 * row.params_left, [100 * a for a in row.accuracies]
+        axis.plot([x] * len(seeds), seeds, "o", color=colour[row.name], ms=6, alpha=0.45, mec="none")
+        axis.plot([x], [100 * row.accuracy], "o", color=colour[row.name], ms=9, mec="none", label=row.name, zorder=4)
     axis.set_xlabel("parameters left, %")
     axis.set_ylabel("test accuracy, %")
     axis.set_title("Accuracy against size")
@@ -196,8 +188,7 @@ def probes(record: Mapping[str, Any]) -> Figure:
         for axis, channel in zip(axes[0], channels, strict=True):
             _probe_panel(axis, channel)
         axes[0][0].set_ylabel("score")
-        handles, names = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper right", ncols=3)
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return figure
 
 
@@ -234,8 +225,7 @@ def curves(results: Sequence[Result], rows: Sequence[Row]) -> Figure:
             left.set_title(f"Loss, {title}")
             _curve(right, part, "accuracy", 100, colour)
             right.set_title(f"Accuracy %, {title}")
-        handles, names = axes[0][-1].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper right", ncols=6)
+        figure.legend(*axes[0][-1].get_legend_handles_labels(), loc="outside upper right", ncols=6)
     return figure
 
 
@@ -243,16 +233,10 @@ def _curve(axis: Any, results: Sequence[Result], what: str, scale: float, colour
     named: set[str] = set()
     for result in results:
         points = [(i, scale * v) for i, v in enumerate(result.curve[what], 1) if v is not None]
+        marker = "o" if len(points) == 1 else None
         label = None if result.name in named else result.name
         named.add(result.name)
-        axis.plot(
-            *zip(*points, strict=True),
-            color=colour[result.name],
-            lw=1.5,
-            alpha=0.85,
-            label=label,
-            marker="o" if len(points) == 1 else None,
-        )
+        axis.plot(*zip(*points, strict=True), color=colour[result.name], lw=1.5, alpha=0.85, label=label, marker=marker)
     axis.set_xlabel("epoch")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelcolor=MUTED)

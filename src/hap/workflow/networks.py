@@ -16,6 +16,7 @@ from hap.execution.calling import run as call
 from hap.io.checkpoint import Checkpoint
 from hap.models import pretrained
 from hap.pruning.latency import compare_latency
+from hap.training.evaluation import device_of
 from hap.workflow.results import Measured
 
 NAMED_DATA = ("digits", "cifar10", "cifar100")
@@ -52,17 +53,17 @@ def new_network(spec: str, classes: int | None, seed: int = 0) -> nn.Module:
         return models.resolve(spec, classes).eval()
 
 
-def first_images(data: Data, count: int = 1) -> Tensor:
-    """The first training images, as the network sees them."""
-    return next(data.batches("train", count))[0]
+def first_images(data: Data, count: int = 1, near: nn.Module | None = None) -> Tensor:
+    """The first training images, as a network sees them, and where the network `near` is."""
+    images = next(data.batches("train", count))[0]
+    return images if near is None else images.to(device_of(near))
 
 
 def check_reads(model: nn.Module, data: Data, name: str) -> None:
     """Refuse a network that cannot be run on the data or that has another number of classes."""
     shape = tuple(data.train.images.shape[1:])
-    device = next(iter(model.parameters())).device
     try:
-        output = call(model, first_images(data).to(device))
+        output = call(model, first_images(data, near=model))
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HapError(f"{name} cannot read an image of {data.name}, shaped {shape}: {why}") from error
@@ -131,6 +132,12 @@ def example_of_checkpoint(checkpoint: Checkpoint, path: str | Path, batch: int =
     return torch.zeros(batch, *shape)
 
 
+def metrics_of(model: nn.Module, data: Data) -> dict[str, Any]:
+    """What a checkpoint says of how well its network does and what it costs."""
+    found, count = hap.evaluate(model, data), hap.cost(model, first_images(data, near=model))
+    return {"accuracy": found.accuracy, "loss": found.loss, "params": count.params, "macs": count.macs}
+
+
 def measure_networks(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
     """Cost and latency of networks whose accuracies are known, timed in turns: a change in load meets them all.
 
@@ -138,9 +145,8 @@ def measure_networks(*networks: tuple[nn.Module, float], data: Data) -> list[Mea
     ratio in each round: what slows the machine down for a while slows both, and the ratio is what comparisons are
     about. On a CPU one thread is used, since the time of several depends on what else the machine does.
     """
-    device = next(iter(networks[0][0].parameters())).device
-    example, batch = (first_images(data, count).to(device) for count in (1, LATENCY_BATCH))
     models = [model for model, _ in networks]
+    example, batch = (first_images(data, count, near=models[0]) for count in (1, LATENCY_BATCH))
     once = sum(time.median for time in compare_latency(models, batch, runs=2, warmup=1, threads=1)) / 1e3
     fewest, most = LATENCY_ROUNDS
     rounds = min(most, max(fewest, round(LATENCY_SECONDS * len(models) / (2 * once))))

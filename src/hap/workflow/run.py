@@ -7,9 +7,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,10 +40,8 @@ from hap.workflow.steps import note_if_fewer_images, probe_record, prune_step, s
 PROBE_IMAGES = 64
 
 
-class Console:
-    """What an experiment tells while it runs; this one keeps silent."""
-
-    progress = False
+class Console(Protocol):
+    """What shows an experiment while it runs."""
 
     def step(self, text: str) -> None:
         """A step begins."""
@@ -53,16 +51,15 @@ class Console:
 
     def status(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
         """Work without a bar of its own; the function inside says what it is doing."""
-        return nullcontext(lambda _: None)
 
 
-def run(experiment: Experiment, device: torch.device, console: Console | None = None) -> list[Result]:
+def run(experiment: Experiment, device: torch.device, console: Console) -> list[Result]:
     """Carry out what is not done yet and return all results: the dense network's, then one per way and seed.
 
     A step is finished when its files are there and were made with the settings asked for now; others are done again.
     """
     with with_threads(experiment.threads or torch.get_num_threads()):
-        return _Runner(experiment, device, console or Console()).run()
+        return _Runner(experiment, device, console).run()
 
 
 class _Runner:
@@ -80,16 +77,10 @@ class _Runner:
         for step in self.experiment.prune:
             results += self._one_way(dense, first, step)
         self._probes(dense)
-        write_json(self.out / INDEX, {"kind": "hap-experiment", "format": 1, "files": self._records()})
+        # so that a report leaves out what an earlier experiment left here
+        files = [f"results/{stem}.json" for stem in _records(self.experiment)]
+        write_json(self.out / INDEX, {"kind": "hap-experiment", "format": 1, "files": files})
         return results
-
-    def _records(self) -> list[str]:
-        """The result files of this experiment, so that a report leaves out what an earlier one left here."""
-        stems = ["dense"]
-        for step in self.experiment.prune:
-            stems += [_stem(step, seed) for seed in self.experiment.seeds] + [f"{step.slug}-sensitivity"]
-        stems += ["probes"] if self.experiment.probes else []
-        return [f"results/{stem}.json" for stem in stems]
 
     # ---- the dense network ----------------------------------------------------------------------------------
 
@@ -114,12 +105,13 @@ class _Runner:
             model, found, _ = open_checkpoint(step.checkpoint, self.experiment.model)
             if found.plan is not None:
                 raise HapError(f"{step.checkpoint} is pruned already; [dense] needs a dense checkpoint")
-            model = model.to(self.device)
-            check_reads(model, self.data, self.experiment.model)
-            return model, History(), None
-        self.console.step(f"dense network: train {self.experiment.model} on {self.data.name}")
-        model = new_network(self.experiment.model, self.data.classes, seed).to(self.device)
+        else:
+            self.console.step(f"dense network: train {self.experiment.model} on {self.data.name}")
+            model = new_network(self.experiment.model, self.data.classes, seed)
+        model = model.to(self.device)
         check_reads(model, self.data, self.experiment.model)
+        if step.checkpoint is not None:
+            return model, History(), None
         recipe = step.make(seed)
         return model, self._train(model, recipe, None, "dense", config), recipe
 
@@ -237,7 +229,7 @@ class _Runner:
         self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, stem: str, config: dict[str, Any]
     ) -> History:
         path = self._training_file(stem, config)
-        return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path, progress=self.console.progress)
+        return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path)
 
     def _open(self, stem: str) -> nn.Module:
         return open_checkpoint(self._checkpoint(stem), self.experiment.model)[0].to(self.device)
@@ -275,14 +267,21 @@ def _stem(step: PruneStep, seed: int) -> str:
     return f"{step.slug}-seed{seed}"
 
 
+def _records(experiment: Experiment) -> list[str]:
+    """The names of the result files of an experiment."""
+    stems = ["dense"]
+    for step in experiment.prune:
+        stems += [*(_stem(step, seed) for seed in experiment.seeds), f"{step.slug}-sensitivity"]
+    return [*stems, "probes"] if experiment.probes else stems
+
+
 def remove_results(experiment: Experiment) -> None:
     """Remove what a run of this experiment leaves, and nothing else."""
     out = Path(experiment.out)
     names = ["dense", *(_stem(step, seed) for step in experiment.prune for seed in experiment.seeds)]
-    pictures = [f"{step.slug}-sensitivity" for step in experiment.prune]
     files = [out / INDEX, out / "report.html", out / "summary.png"]
     files += [out / f"{name}.safetensors" for name in [*names, *(f"{step.slug}-pruned" for step in experiment.prune)]]
-    files += [out / "results" / f"{name}.json" for name in [*names, *pictures, "probes"]]
+    files += [out / "results" / f"{name}.json" for name in {*_records(experiment), "probes"}]
     files += [path for name in names for path in out.glob(f"training/{name}-????????.safetensors")]
     for path in files:
         try:

@@ -15,6 +15,7 @@ from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.plan import Plan
 from hap.scoring import HessianTrace, Scores, ScoringContext
+from hap.training.evaluation import device_of
 from hap.utils import distributed
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import first_images
@@ -25,8 +26,7 @@ Say = Callable[[str], None]
 
 def calibration(data: Data, model: nn.Module, count: int, seed: int) -> list[Batch]:
     """Training images to score on, where the model is; fewer where the data has fewer."""
-    device = next(iter(model.parameters())).device
-    return data.to(device).calibration(min(count, len(data.train)), seed)
+    return data.to(device_of(model)).calibration(min(count, len(data.train)), seed)
 
 
 def note_if_fewer_images(data: Data, count: int) -> str | None:
@@ -41,7 +41,7 @@ def score_step(
     """Trace the model, with its residual stream if asked to, and score its units."""
     batches = calibration(data, model, count, seed)
     say("tracing which channels belong together")
-    groups = hap.trace(model, first_images(data).to(batches[0][0].device), step.coupling, stream=stream)
+    groups = hap.trace(model, first_images(data, near=model), step.coupling, stream=stream)
     say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
     return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
 
@@ -69,7 +69,7 @@ def apply_plan(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count:
         say("repairing what reads the removed units by least squares")
         hap.compensate_(model, plan, batches)
     say("pruning, and checking the result by running it")
-    hap.apply_(model, plan, first_images(data).to(batches[0][0].device), batches=batches)
+    hap.apply_(model, plan, first_images(data, near=model), batches=batches)
     distributed.broadcast_(model)
 
 
@@ -88,7 +88,7 @@ def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) ->
 def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: int) -> dict[str, Any]:
     """How Hutchinson's estimate of a few scores settles with the number of probes, beside the exact values."""
     batches = calibration(data, model, images, seed)
-    groups = hap.trace(model, first_images(data).to(batches[0][0].device))
+    groups = hap.trace(model, first_images(data, near=model))
     problem = ScoringContext(model, groups, batches, F.cross_entropy)
     try:
         exact = hap.score(model, groups, batches, F.cross_entropy, HessianTrace(method="exact"))
