@@ -15,19 +15,9 @@ from hap.utils import distributed
 
 __all__ = ["app", "main"]
 
-for command, name in (
-    (demo, "demo"),
-    (train, "train"),
-    (score, "score"),
-    (prune, "prune"),
-    (finetune, "finetune"),
-    (run, "run"),
-    (evaluate, "eval"),
-    (export, "export"),
-    (info, "info"),
-    (report, "report"),
-):
-    app.command(name, no_args_is_help=name in ("train", "run"))(command)
+for command in (demo, train, score, prune, finetune, run, evaluate, export, info, report):
+    name = "eval" if command is evaluate else command.__name__
+    app.command(name, no_args_is_help=command in (train, run))(command)
 add_commands(app)
 
 

@@ -18,10 +18,7 @@ __all__ = ["Batch", "Data", "Split", "load"]
 
 
 def load(
-    spec: str | Path,
-    root: str | Path | None = None,
-    device: torch.device | str | None = None,
-    size: int = 224,
+    spec: str | Path, root: str | Path | None = None, device: torch.device | str | None = None, size: int = 224
 ) -> Data:
     """A data set in memory.
 

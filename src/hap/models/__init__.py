@@ -47,11 +47,7 @@ _ZOO = {
         ModelInfo("resnet18", partial(ResNet, BasicBlock, (2, 2, 2, 2)), **_IMAGENET),
         ModelInfo("resnet34", partial(ResNet, BasicBlock, (3, 4, 6, 3)), **_IMAGENET),
         ModelInfo("resnet50", partial(ResNet, Bottleneck, (3, 4, 6, 3)), **_IMAGENET),
-        ModelInfo(
-            "digits_resnet",
-            partial(CifarResNet, (2, 2, 2), (16, 24, 40), channels=1),
-            input_shape=(1, 8, 8),
-        ),
+        ModelInfo("digits_resnet", partial(CifarResNet, (2, 2, 2), (16, 24, 40), channels=1), input_shape=(1, 8, 8)),
     ]
 }
 
