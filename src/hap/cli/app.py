@@ -38,13 +38,6 @@ TOGETHER = ("train", "score", "prune", "finetune", "eval")
 """Commands that several processes of torchrun carry out together."""
 
 
-def _check_together(command: str | None) -> None:
-    if distributed.processes() > 1 and command not in TOGETHER:
-        raise HapError(
-            f"hap {command} runs in one process; start it without torchrun ({', '.join(TOGETHER)} share work)"
-        )
-
-
 app = typer.Typer(
     cls=Commands,
     help="Make trained neural networks smaller and faster: Hessian-aware structured pruning with neural implants.",
@@ -69,7 +62,10 @@ def _hap(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    _check_together(ctx.invoked_subcommand)
+    if distributed.processes() > 1 and (command := ctx.invoked_subcommand) not in TOGETHER:
+        raise HapError(
+            f"hap {command} runs in one process; start it without torchrun ({', '.join(TOGETHER)} share work)"
+        )
 
 
 # ---- options instead of arguments in what the library says ---------------------------------------------------

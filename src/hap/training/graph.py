@@ -46,7 +46,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # a graph of an earlier training that is freed while this one is recorded would break it
         try:
-            with gc_paused(), torch.cuda.graph(graph, pool=self.pool):
+            with gc_paused(), torch.cuda.graph(graph, self.pool, self.stream):
                 self.step()
         except RuntimeError as error:
             raise HapError(
