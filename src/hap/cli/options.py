@@ -79,23 +79,18 @@ def open_network(path: Path, model: str | None, device: str | None) -> tuple[nn.
     return network.to(pick_device(device)), checkpoint, spec
 
 
-def data_for(
-    path: Path,
-    network: nn.Module,
-    checkpoint: Checkpoint,
-    spec: str,
-    data: str | None,
-    root: Path | None,
-    size: int | None,
-) -> Data:
-    """The data asked for, or the checkpoint's, on the network's device."""
+def open_with_data(
+    path: Path, model: str | None, device: str | None, data: str | None, root: Path | None, size: int | None
+) -> tuple[nn.Module, Checkpoint, str, Data]:
+    """What `open_network` gives, and the data asked for, or the checkpoint's, on the same device."""
+    network, checkpoint, spec = open_network(path, model, device)
     if size is None and isinstance(shape := checkpoint.about.get("input"), list) and shape:
         size = shape[-1]
     with working("reading the data"):
         found = load_data(data or data_of_checkpoint(checkpoint, path), spec, root, size)
     found = found.to(device_of(network))
     check_reads(network, found, spec)
-    return found
+    return network, checkpoint, spec, found
 
 
 def allow_local_modules() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import hap
 from hap.cli import options
-from hap.cli.options import check_not_input, check_out, check_saved_name, data_for, open_network
+from hap.cli.options import check_not_input, check_out, check_saved_name, open_with_data
 from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
 from hap.data import Data
@@ -24,7 +24,7 @@ from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import describe_network, first_images, metrics_of
+from hap.workflow.networks import checkpoint_path, describe_network, first_images, metrics_of
 from hap.workflow.results import read_json
 from hap.workflow.run import short_digest
 from hap.workflow.steps import apply_plan, note_if_fewer_images, prune_step, score_step
@@ -58,8 +58,7 @@ def score(
     if out is not None:
         check_not_input(out, checkpoint)
         check_out(out)
-    network, saved, spec = open_network(checkpoint, model, device)
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    network, _, _, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     _warn(note_if_fewer_images(found, calibration))
     with working("scoring") as tell:
         _, scores = score_step(network, found, step, calibration, seed, tell, stream=stream)
@@ -144,10 +143,9 @@ def prune(
     settings = [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
     step = PruneStep("prune", **{name: given[name] for name in settings})
     check_saved_name(out, checkpoint, scores)
-    network, saved, spec = open_network(checkpoint, model, device)
-    if saved.plan is not None:
+    if hap.read(checkpoint_path(checkpoint)).plan is not None:
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     work = _Work(network, found, step, calibration, seed, stream)
     plan, metrics, timing = work.prune(scores, checkpoint, timed)
     asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}

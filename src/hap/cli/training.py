@@ -12,7 +12,7 @@ from torch import nn
 import hap
 from hap import models
 from hap.cli import options
-from hap.cli.options import allow_local_modules, check_saved_name, data_for, open_network
+from hap.cli.options import allow_local_modules, check_saved_name, open_network, open_with_data
 from hap.cli.screen import percent, resumable, say, tell_written, working
 from hap.data import Data
 from hap.errors import HapError
@@ -104,8 +104,7 @@ def finetune(
       hap finetune runs/pruned.safetensors --teacher runs/dense.safetensors \\
           --out runs/final.safetensors
     """
-    network, saved, spec = open_network(checkpoint, model, device)
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    network, saved, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     chosen = _chosen(recipe, "digits-finetune" if found.name == "digits" else "best-finetune", seed, epochs, lr, batch)
     if distill and teacher is None:
         raise HapError(f"--distill {distill} needs --teacher, a checkpoint of the dense network")

@@ -1,7 +1,7 @@
 """Data sets by name or by folder, held whole in memory as bytes, normalised and augmented on their device.
 
 `dataset.py` has `Data` and its batches; `cifar.py`, `digits.py` and `folder.py` read one kind of source each, and
-`pickles.py` reads CIFAR's python files without unpickling them. Import from here. Start reading at `dataset.py`.
+`pickles.py` reads CIFAR's python files without running what they name. Import from here. Start at `dataset.py`.
 """
 
 from pathlib import Path
