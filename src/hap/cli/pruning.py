@@ -134,14 +134,13 @@ def prune(
       hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
           --threads 1 --device cpu --out runs/fast.safetensors
     """
-    given = {**locals(), "leave": leave or ()}  # the options of this command, by name
+    given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
     if latency is not None and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency, activations)
     timed = _Timed(budget, backend, threads, batch) if latency is not None else None
     given["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
-    settings = [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
-    step = PruneStep("prune", **{name: given[name] for name in settings})
+    step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
     check_saved_name(out, checkpoint, scores)
     if hap.read(checkpoint_path(checkpoint)).plan is not None:
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
