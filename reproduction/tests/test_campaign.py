@@ -173,8 +173,8 @@ def test_budgets_that_rank_by_the_same_scores_score_once_and_others_anew(
     for job in jobs:
         prepare([job], data, alone, quiet)
     times: list[str] = []
-    score = starting.score_step
-    monkeypatch.setattr(starting, "score_step", lambda *a: times.append("") or score(*a))
+    score = starting.Work.score
+    monkeypatch.setattr(starting.Work, "score", lambda work: times.append("") or score(work))
     prepare(jobs, data, folders, quiet)
     assert len(times) == 2
     for job in jobs:

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import hap
 from hap.cli import options
 from hap.cli.options import check_not_input, check_out, check_saved_name, open_with_data
 from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
-from hap.data import Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.budget import Budget
@@ -27,7 +25,7 @@ from hap.workflow.config import PruneStep
 from hap.workflow.networks import checkpoint_path, describe_network, first_images, metrics_of
 from hap.workflow.results import read_json
 from hap.workflow.run import short_digest
-from hap.workflow.steps import apply_plan, note_if_fewer_images, prune_step, score_step
+from hap.workflow.steps import Work, note_if_fewer_images
 
 KIND = "hap-scores"
 
@@ -61,7 +59,7 @@ def score(
     network, _, _, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     _warn(note_if_fewer_images(found, calibration))
     with working("scoring") as tell:
-        _, scores = score_step(network, found, step, calibration, seed, tell, stream=stream)
+        _, scores = Work(network, found, step, calibration, seed, tell, stream).score()
     screen().print(_score_table(scores, criterion))
     if out is not None:
         record = {
@@ -145,8 +143,8 @@ def prune(
     if hap.read(checkpoint_path(checkpoint)).plan is not None:
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
     network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
-    work = _Work(network, found, step, calibration, seed, stream)
-    plan, metrics, timing = work.prune(scores, checkpoint, timed)
+    work = Work(network, found, step, calibration, seed, stream=stream)
+    plan, metrics, timing = _prune(work, scores, checkpoint, timed)
     asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
     described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
@@ -163,68 +161,49 @@ class _Timed:
     batch: int
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A network to prune, with its data and all settings of the command that concern it."""
+def _prune(
+    work: Work, scores: Path | None, checkpoint: Path, timed: _Timed | None
+) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
+    """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
+    _warn(note_if_fewer_images(work.data, work.images))
+    before = {key: value for key, value in metrics_of(work.model, work.data).items() if key != "loss"}
+    with working("pruning") as tell:
+        work = dataclasses.replace(work, say=tell)
+        known = work.score() if scores is None else _read_scores(scores, work, checkpoint)
+        plan, timing = (work.prune(*known), {}) if timed is None else _prune_to_time(work, *known, timed)
+    after = metrics_of(work.model, work.data)
+    _show(plan, before, after, timing)
+    return plan, {**after, "dense": before}, timing
 
-    network: nn.Module
-    data: Data
-    step: PruneStep
-    calibration: int
-    seed: int
-    stream: bool
 
-    def prune(
-        self, scores: Path | None, checkpoint: Path, timed: _Timed | None
-    ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
-        """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
-        _warn(note_if_fewer_images(self.data, self.calibration))
-        before, timing = metrics_of(self.network, self.data), dict[str, Any]()
-        del before["loss"]
-        with working("pruning") as tell:
-            groups, values = self.scores(scores, checkpoint, tell)
-            how = self.calibration, self.seed, tell
-            if timed is None:
-                plan = prune_step(self.network, self.data, self.step, groups, values, *how)
-            else:
-                tell("pruning copies and timing them")
-                plan, timing = self.plan_for_time(groups, values, timed)
-                apply_plan(self.network, self.data, self.step, plan, *how)
-        after = metrics_of(self.network, self.data)
-        _show(plan, before, after, timing)
-        return plan, {**after, "dense": before}, timing
+def _prune_to_time(work: Work, groups: Groups, scores: Scores, timed: _Timed) -> tuple[Plan, dict[str, Any]]:
+    """Prune to a share of the dense network's time, in place. Returns the plan, and what was timed and how."""
+    work.say("pruning copies and timing them")
+    images, step = first_images(work.data, timed.batch, work.model), work.step
+    how: dict[str, Any] = {"per_cost": step.per_cost, "backend": timed.backend, "threads": timed.threads}
+    bounds = timed.budget, step.make_implant(), step.limits()
+    made = hap.plan_for_latency(work.model, groups, scores, images, *bounds, **how)
+    work.apply(made.plan)
+    timing = {name: getattr(made, name) for name in ("ratio", "round_to", "backend", "threads", "device")}
+    return made.plan, {"latency": timed.budget.latency, **timing, "batch": timed.batch}
 
-    def plan_for_time(self, groups: Groups, values: Scores, timed: _Timed) -> tuple[Plan, dict[str, Any]]:
-        """A plan for a share of the dense network's time, and what was timed and how."""
-        images, step = first_images(self.data, timed.batch, self.network), self.step
-        how: dict[str, Any] = {"per_cost": step.per_cost, "backend": timed.backend, "threads": timed.threads}
-        bounds = timed.budget, step.make_implant(), step.limits()
-        made = hap.plan_for_latency(self.network, groups, values, images, *bounds, **how)
-        timing = {name: getattr(made, name) for name in ("ratio", "round_to", "backend", "threads", "device")}
-        return made.plan, {"latency": timed.budget.latency, **timing, "batch": timed.batch}
 
-    def scores(self, path: Path | None, checkpoint: Path, tell: Any) -> tuple[Groups, Scores]:
-        """Trace and score, or read the scores that `hap score` wrote for this checkpoint."""
-        step = self.step
-        if path is None:
-            return score_step(self.network, self.data, step, self.calibration, self.seed, tell, stream=self.stream)
-        if not path.is_file():
-            raise HapError(f"there is no file {path}")
-        found = read_json(path)
-        if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
-        if found["checkpoint"] != short_digest(checkpoint):
-            raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
-        if found["coupling"] != step.coupling:
-            raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
-        if (scored := found.get("stream", False)) != self.stream:
-            raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
-        if found["criterion"]["name"] != step.make_criterion().to_dict()["name"]:
-            raise HapError(
-                f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again"
-            )
-        groups = hap.trace(self.network, first_images(self.data, near=self.network), step.coupling, stream=self.stream)
-        return groups, Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
+def _read_scores(path: Path, work: Work, checkpoint: Path) -> tuple[Groups, Scores]:
+    """Trace, and read the scores that `hap score` wrote for this checkpoint."""
+    if not path.is_file():
+        raise HapError(f"there is no file {path}")
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
+    if found["checkpoint"] != short_digest(checkpoint):
+        raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
+    if found["coupling"] != work.step.coupling:
+        raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
+    if (scored := found.get("stream", False)) != work.stream:
+        raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
+    if found["criterion"]["name"] != work.step.make_criterion().to_dict()["name"]:
+        raise HapError(f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again")
+    return work.trace(), Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
 
 
 def _warn(text: str | None) -> None:

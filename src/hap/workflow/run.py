@@ -35,7 +35,7 @@ from hap.workflow.networks import (
     open_checkpoint,
 )
 from hap.workflow.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
-from hap.workflow.steps import note_if_fewer_images, probe_record, prune_step, score_step, sensitivity_record
+from hap.workflow.steps import Work, note_if_fewer_images, probe_record, sensitivity_record
 
 PROBE_IMAGES = 64
 
@@ -142,9 +142,9 @@ class _Runner:
         with self.console.status(step.name) as say:
             key = json.dumps([step.criterion, step.probes, step.coupling])
             if key not in self.scored:
-                self.scored[key] = score_step(dense, self.data, step, count, seed, say)
+                self.scored[key] = Work(dense, self.data, step, count, seed, say).score()
             groups, scores = self.scored[key]
-            plan = prune_step(model, self.data, step, groups, scores, count, seed, say)
+            plan = Work(model, self.data, step, count, seed, say).prune(groups, scores)
             accuracy = hap.evaluate(model, self.data).accuracy
         picture = sensitivity_record(step.name, scores, plan, step.criterion)
         write_json(self._record(f"{step.slug}-sensitivity"), picture)
