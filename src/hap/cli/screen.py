@@ -15,7 +15,6 @@ from rich.table import Table
 
 from hap.planning.plan import Plan
 from hap.utils import distributed
-from hap.workflow.run import Console as Silent
 
 
 def out() -> Console:
@@ -67,10 +66,8 @@ def resumable(text: str) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-class Screen(Silent):
+class Screen:
     """An experiment's steps on stderr."""
-
-    progress = True
 
     def step(self, text: str) -> None:
         err().print(f"[bold cyan]>[/bold cyan] {escape(text)}", soft_wrap=True)

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hap.errors import HapError
-from hap.training.checkpoint import STATE, divide
 from hap.utils.atomic_files import write_json
 from hap.workflow.results import read_json
+from hap_reproduction.cifar10.training import STATE, divide
 
 NOTE = "batch.json"
 

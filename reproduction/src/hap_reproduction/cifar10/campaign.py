@@ -18,8 +18,7 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.io.checkpoint import load, read, save
 from hap.planning.plan import Plan
-from hap.training import History, evaluate
-from hap.training.loop import NotFinite
+from hap.training import evaluate
 from hap.utils.atomic_files import digest, locked, write_json
 from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
@@ -29,6 +28,7 @@ from hap_reproduction.cifar10.job import KIND, Folders, Job, Say, pending
 from hap_reproduction.cifar10.masking import dense_form, pruned_form, trains_alike
 from hap_reproduction.cifar10.stacking import train_stacked
 from hap_reproduction.cifar10.starting import ScoreCache, describe, open_started, prune
+from hap_reproduction.cifar10.training import NotFinite, Together
 from hap_reproduction.cifar10.trimming import Trimmed, common_widths, trim
 
 MASKED_FROM = 0.05
@@ -192,7 +192,6 @@ def _train(
             masks=[t.masks for t in trainees],
             checkpoint_dir=batch.folder,
             seconds=left,
-            progress=False,
             stack=manner.stack,
             compiled=manner.compiled,
         )
@@ -318,7 +317,7 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
 
 
 def _record(
-    job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int, revision: str | None
+    job: Job, trainee: Trainee, history: Together, data: Data, folders: Folders, side_by_side: int, revision: str | None
 ) -> None:
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
     example, shape = first_images(data), _shape(job.model, data)

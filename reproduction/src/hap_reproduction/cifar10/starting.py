@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hap.scoring import Scores
 from hap.utils.atomic_files import read_record
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import first_images, new_network
-from hap.workflow.steps import calibration, prune_step, score_step
+from hap.workflow.steps import Work, calibration
 from hap_reproduction.cifar10.eigendamage import Ranks, eigendamage_, rebuild_
 
 IMAGES = 512
@@ -77,15 +77,15 @@ def prune(
     if isinstance(step, BorrowedStep):
         plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
         return Pruned(plan, None, time.monotonic() - begun)
-    known = {} if known is None else known
+    known, work = {} if known is None else known, Work(model, data, step, images, seed)
     key = step.criterion, step.probes, step.coupling, images, seed
     if key in known:
-        groups = hap.trace(model, first_images(data).to(next(iter(model.parameters())).device), step.coupling)
+        groups = work.trace()
     else:
-        groups, scores = score_step(model, data, step, images, seed, lambda _: None)
+        groups, scores = work.score()
         known[key] = scores, time.monotonic() - begun
     scores, seconds = known[key]
-    return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
+    return Pruned(replace(work, images=IMAGES).prune(groups, scores), None, seconds)
 
 
 def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:
