@@ -104,10 +104,7 @@ def test_fortran_order_is_kept(tmp_path: Path) -> None:
     [
         (b"\x80\x02cos\nsystem\nU\x04true\x85R.", "call of os system"),
         (b"\x80\x02}U\x01aitorch\nload\n.", "not a CIFAR python file"),
-        (b"\x80\x02(itorch\nload\n.", "call of torch load"),
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "call of os system"),
-        (b"\x80\x02U\x04trueQ.", "not a CIFAR python file"),
-        (b"\x80\x02(cos\nsystem\nU\x04trueo.", "call of os system"),
+        (b"\x80\x02(cos\nsystem\nU\x04trueo.", "opcode OBJ"),
         (pickle.dumps({"data": np.zeros(3)}, protocol=2), "f8"),
         (pickle.dumps([1, 2], protocol=2), "holds a list"),
         (b"\x80\x02}(U\x04data", "not a CIFAR python file"),
