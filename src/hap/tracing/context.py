@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
 
 from hap.graph.index import GraphIndex
 from hap.graph.nodes import shape_of, short_name
 from hap.graph.shared_tables import TableUse
 from hap.groups.components import distinct
-from hap.groups.types import ActivationMacs, ConvGeometry, InputSelection, Ints, SizeAttribute, WeightMacs
+from hap.groups.types import ActivationMacs, InputSelection, Ints, SizeAttribute, WeightMacs
 from hap.tracing.findings import CostFindings, Dataflow, NormFindings, RewiredFindings, SizeFindings
 from hap.tracing.label_tensors import long_axes, varies
-from hap.tracing.labels import ConstantPosition, LabelStore, PartialOperand, Reshaped
+from hap.tracing.labels import LabelStore, PartialOperand, Reshaped
 from hap.tracing.weight_views import View, find_views
 
 
@@ -26,10 +27,10 @@ class RuleContext:
     Ask: `labels(node)`, `entering(node)`, `weight_view(node)`, `parameter(node)`, `module(node)`.
     Label a weight: `tie_inputs` what it reads, `outputs` what it computes, `tie_bias`, `axis`, `tie`, `fresh`.
     Decide: `join` labels that share one fate, `freeze` labels that stay, `hold` those that stay as many as they are.
-    Note what it costs: `contraction`, `activation_product`, `fixed_cost`.
-    Note what the checks have to know: `spans`, `sized`, `sliced`, `reshaped`, `count`.
+    Note what it costs: `contraction`, `activation_product`.
+    Note what the checks have to know: `spans`, `sized`, `reshaped`, `count`.
 
-    All else that is noted here serves the rules of attention, normalisations and convolutions.
+    What single rules find out goes into `costs`, `norms`, `sizes`, `rewired` and `flow`: see `findings`.
     """
 
     def __init__(self, index: GraphIndex, store: LabelStore | None = None):
@@ -74,11 +75,8 @@ class RuleContext:
 
     def entering(self, node: fx.Node) -> list[Tensor]:
         """The labels of all tensors that enter a node."""
-        found: list[Any] = []
-        for a in node.all_input_nodes:
-            value = self.labels(a) if a in self.index.parameters or a in self.values else None
-            found += value if isinstance(value, list) else [value]
-        return [v for v in found if isinstance(v, Tensor)]
+        known = [a for a in node.all_input_nodes if a in self.index.parameters or a in self.values]
+        return [x for x in pytree.tree_leaves([self.labels(a) for a in known]) if isinstance(x, Tensor)]
 
     def parameter(self, node: Any) -> str | None:
         """The name of the parameter or buffer that a node stands for; None for anything else."""
@@ -120,13 +118,9 @@ class RuleContext:
 
     # ---- labels that are decided on later -------------------------------------------------------------------
 
-    def lacks_axes(self, labels: Ints, operand: Ints, dims: list[int]) -> None:
+    def lacks_axes(self, labels: Tensor, operand: Tensor, dims: list[int]) -> None:
         """An operand varies along `dims` alone: it follows, unless whole indices of the other axes go."""
-        self.store.partial.append(PartialOperand(labels, operand, dims))
-
-    def counts_past(self, labels: Ints, passed: Ints, dim: int) -> None:
-        """The code names a position along an axis: what it is counted past stays, if any index of the axis may go."""
-        self.store.constant.append(ConstantPosition(labels, passed, dim))
+        self.store.partial.append(PartialOperand(labels.numpy(), operand.numpy(), dims))
 
     def reshaped(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
         """The node's module gives a tensor this shape: it stays rectangular, and attributes may count its axes."""
@@ -141,29 +135,17 @@ class RuleContext:
         as_stored = view.whole and not view.spans and f"{module}.weight" == weight
         if as_stored and isinstance(layer, _ConvNd | nn.Linear):
             self.costs.direct.add(weight)
-        if short_name(node) == "linear" and view.whole and self._is_inside(weight, module):
+        owner = weight.rpartition(".")[0]
+        inside = owner != module and f"{owner}.".startswith(f"{module}." if module else "")
+        if inside and short_name(node) == "linear" and view.whole:  # of a layer that the module does not call
             self.rewired.used_inside[weight] = module
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
         self.costs.weights.append(WeightMacs(weight, positions, part))
         self.flow.layers[node] = None  # its labels, once they are there
 
-    def _is_inside(self, weight: str, outer: str) -> bool:
-        """Whether a module's own forward uses the weight of a layer in it, which it does not call."""
-        owner = weight.rpartition(".")[0]
-        return owner != outer and f"{owner}.".startswith(f"{outer}." if outer else "")
-
     def activation_product(self, labels: Tensor | Ints, positions: int) -> None:
         """So many multiply-adds for each of these labels that stays, whatever weights there are."""
         self.costs.activations.append(ActivationMacs(np.asarray(labels).ravel(), positions))
-
-    def fixed_cost(self, macs: int, uncounted: set[str]) -> None:
-        """Multiply-adds that no plan changes, and operators that may be matrix products and are not counted."""
-        self.costs.fixed += macs
-        self.costs.uncounted |= uncounted
-
-    def convolution(self, geometry: ConvGeometry) -> None:
-        """A layer that an implant could stand in for."""
-        self.costs.geometries[geometry.weight] = geometry
 
     # ---- what the checks have to know -----------------------------------------------------------------------
 
@@ -176,21 +158,9 @@ class RuleContext:
         if averaged:
             self.norms.averaged.append(flat)
 
-    def scales_channels(self, parameter: str) -> None:
-        """The weight of a batch normalisation."""
-        self.norms.scales.append(parameter)
-
-    def sums_branches(self, labels: Tensor) -> None:
-        """What branches add up to."""
-        self.norms.summed.append(distinct(labels))
-
     def sized(self, *labels: Tensor | Ints) -> None:
         """These pass through an operator with sizes among its arguments, which a forward may have hard-coded."""
         self.sizes.sized += [distinct(x) for x in labels]
-
-    def sliced(self, labels: Tensor, dim: int) -> None:
-        """A slice along an axis: an end beyond what is left raises nothing."""
-        self.sizes.sliced.append((labels.numpy(), dim))
 
     def count(self, module: str, attribute: str, labels: Tensor, per: int = 1) -> None:
         """An integer of a module counts these labels, over a divisor."""
@@ -204,10 +174,6 @@ class RuleContext:
         self.flow.products[node] = all(layers and layers <= self.flow.layers.keys() for layers in made)
         if all(made):
             self.flow.operands += [distinct(self.labels(x)) for x in operands]
-
-    def sees_whole(self, labels: Tensor, dims: list[int]) -> None:
-        """A product of activations sees all of what has one label along these axes, such as a head."""
-        self.flow.seen_whole.append((labels.numpy(), dims))
 
 
 def labels_of_axis(context: RuleContext, node: fx.Node, dim: int) -> Ints:

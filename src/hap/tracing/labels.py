@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hap.groups.components import distinct
+from hap.groups.components import distinct, merged
 from hap.groups.types import Frozen, Ints, OutputScatter
 from hap.tracing.label_tensors import labels_on_axis, long_axes, zeros
 
@@ -44,10 +44,11 @@ class LabelStore:
     """All labels of one model. Two graphs of the same model may share a store.
 
     Labels are the integers below `count`; label 0 is never removed. `axes` has the labels of parameter axes and `roles`
-    says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `edges` are pairs of
-    labels with one fate, `bonds` those of them of which neither label is 0. `causes` are labels that are frozen and
-    `held` labels that stay as many as they are, both with the reason. `streams` join branches in `union` coupling. What
-    is `partial`, `constant` or `reshaped` is decided on when all else is known: see `settle`.
+    says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `bonds` are pairs of
+    labels with one fate, as two rows, and `joined` what those before came to: see `bonded`. `zeros` share the fate of
+    label 0. `causes` are labels that are frozen and `held` labels that stay as many as they are, both with the reason.
+    `streams` join branches in `union` coupling. What is `partial`, `constant` or `reshaped` is decided on when all else
+    is known: see `settle`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], trainable: frozenset[str]):
@@ -55,8 +56,9 @@ class LabelStore:
         self.count = 1
         self.axes: dict[tuple[str, int], Ints] = {}
         self.roles: dict[tuple[str, int], str] = {}
-        self.edges: list[tuple[Ints, Ints]] = []
-        self.bonds: list[tuple[Ints, Ints]] = []
+        self.joined: Ints = np.arange(1)
+        self.bonds: list[Ints] = []
+        self.zeros: list[Ints] = []
         self.causes: list[tuple[Ints, Frozen]] = []
         self.held: list[tuple[Ints, Frozen]] = []
         self.streams: list[OutputScatter] = []
@@ -93,20 +95,18 @@ class LabelStore:
 
     def join(self, a: Ints, b: Ints) -> None:
         """These labels share one fate, position by position; the arrays are broadcast."""
-        a, b = (x.ravel() for x in np.broadcast_arrays(a, b))
-        different = np.flatnonzero(a != b)
-        if len(different):
-            self.edges.append((a[different], b[different]))
-        between = different[(a[different] != 0) & (b[different] != 0)]
-        if len(between):
-            self.bonds.append((a[between], b[between]))
+        pairs = np.stack(np.broadcast_arrays(a, b)).reshape(2, -1)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        with_zero = (pairs == 0).any(axis=0)
+        self.bonds.append(pairs[:, ~with_zero])
+        self.zeros.append(pairs[:, with_zero].max(axis=0))
 
     def freeze(self, labels: Tensor | Ints, what: str, why: str) -> None:
         """None of these is ever removed. `print(groups)` says what they belong to and why."""
         flat = distinct(labels)
         if (flat != 0).any():
             self.causes.append((flat[flat != 0], Frozen(what, why)))
-            self.join(flat, np.zeros_like(flat))
+            self.zeros.append(flat)
 
     def hold(self, labels: Tensor | Ints, what: str, why: str) -> None:
         """These stay as many as they are: zeros stand in for those that go if they are heads, others are frozen."""
@@ -121,6 +121,13 @@ class LabelStore:
         for d in long:
             self.tie(name, d, np.zeros(shape[d], dtype=np.int64), "free")
         return zeros(len(shape))
+
+    def bonded(self) -> Ints:
+        """For each label the smallest one that shares its fate, whether or not they are frozen."""
+        known = np.append(self.joined, np.arange(len(self.joined), self.count))
+        self.joined = merged(known, *np.concatenate([np.zeros((2, 0), np.int64), *self.bonds], axis=1))
+        self.bonds = []
+        return self.joined
 
     def computed(self) -> list[Ints]:
         """The labels that layers compute."""

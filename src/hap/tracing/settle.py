@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hap.groups.components import components, merged, occurring
+from hap.groups.components import occurring
 from hap.groups.types import Ints
 from hap.tracing.label_tensors import long_axes, same_along
 from hap.tracing.labels import LabelStore
@@ -13,11 +13,6 @@ from hap.tracing.labels import LabelStore
 def concatenated(arrays: list[Ints]) -> Ints:
     """All of these in a row, also if there are none."""
     return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
-
-
-def ends(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """The first and the second ends of all edges."""
-    return concatenated([a for a, _ in edges]), concatenated([b for _, b in edges])
 
 
 def classes_of_produced(store: LabelStore) -> Ints:
@@ -40,16 +35,15 @@ def classes_of_labels(store: LabelStore) -> Ints:
     A unit that is itself part of a stream cannot also be scattered into one: the two become one class. A stream
     fed by something frozen is frozen.
     """
-    narrow, wide = ends([(s.narrow, s.wide) for s in store.streams])
-    root = components(store.count, *ends(store.edges))
+    narrow, wide = concatenated([s.narrow for s in store.streams]), concatenated([s.wide for s in store.streams])
     while True:
-        store.edges = [(np.arange(store.count), root)]  # says the same in fewer words
+        root = store.bonded()
+        root = np.where(occurring(store.count, (root[labels] for labels in store.zeros))[root], 0, root)
         low, high = root[narrow], root[wide]
         merge = (np.isin(low, high) | (low == 0)) & (low != high)
         store.join(low[merge], high[merge])
         if not merge.any() and not any(decide(store, root) for decide in (_partial, _rectangular, _constant)):
             return root
-        root = merged(root, *ends(store.edges[1:]))
 
 
 def _partial(store: LabelStore, root: Ints) -> bool:

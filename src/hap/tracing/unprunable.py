@@ -11,7 +11,6 @@ from torch import fx
 
 from hap.graph.index import GraphIndex
 from hap.graph.nodes import is_pointwise, schema_name, short_name
-from hap.groups.components import components
 from hap.groups.types import Bools, Frozen, Ints
 from hap.groups.unprunable_summary import layer_of
 from hap.tracing.findings import NormFindings
@@ -19,7 +18,7 @@ from hap.tracing.label_tensors import long_axes
 from hap.tracing.labels import LabelStore
 from hap.tracing.rules.registry import NO_RULE, RULES
 from hap.tracing.rules.structural import structural
-from hap.tracing.settle import concatenated, ends
+from hap.tracing.settle import concatenated
 from hap.tracing.training_branches import ALONE
 
 OUTPUT = "an output of the model"
@@ -39,8 +38,7 @@ def find_untouched(
     All that is frozen is one class. So labels are joined here once more without that class. `norms` tell what the
     residual stream is; None if it was asked for.
     """
-    root = components(store.count, *ends(store.bonds))
-    store.bonds[:] = [(np.arange(store.count), root)]  # says the same in fewer words
+    root = store.bonded()
     reason = np.full(len(root), -1)
     for i, (labels, _) in reversed([*enumerate(store.causes)]):
         reason[root[labels]] = i

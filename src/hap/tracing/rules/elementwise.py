@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, short_name
+from hap.groups.components import distinct
 from hap.tracing.context import RuleContext
 from hap.tracing.label_tensors import aligned, compress, long_axes, unlabelled, varies, zeros
 from hap.tracing.rules.registry import freeze_all, rule
@@ -38,7 +39,7 @@ def pointwise(context: RuleContext, node: fx.Node) -> Tensor:
     sides = [operand(context, a, ndim) for a in operands]
     result, _ = merge(context, short_name(node), sides)
     if sum(varies(labels) for labels, _ in sides) > 1 and context.flow.adds_branches(node):
-        context.sums_branches(result)
+        context.norms.summed.append(distinct(result))
     for matrix in matrices:
         _tie_matrix(context, context.index.parameters[matrix], result)
     return result
@@ -54,9 +55,9 @@ def merge(context: RuleContext, name: str, sides: list[Operand]) -> Operand:
                 first, second = second, first  # the one that knows more of the axes speaks for both
             together = compress(torch.where(first != 0, first, second))
             if _lacks_axis(shape, result):
-                context.lacks_axes(result.numpy(), labels.numpy(), long_axes(shape))
+                context.lacks_axes(result, labels, long_axes(shape))
             elif _lacks_axis(known, labels):
-                context.lacks_axes(labels.numpy(), result.numpy(), long_axes(known))
+                context.lacks_axes(labels, result, long_axes(known))
             elif varies(result) != varies(labels):
                 context.hold(result if varies(result) else labels, name, "meets something that is never cut")
             else:
@@ -89,7 +90,7 @@ def _tie_matrix(context: RuleContext, parameter: str, labels: Tensor) -> None:
     if len(varying) == len(shared) == 1:
         context.tie(parameter, shared[0] - lead, labels.flatten().numpy(), "free")
     elif shared and len(varying) > len(shared):  # it lacks an axis: no say, if whole indices of that one go
-        context.lacks_axes(labels.numpy(), zeros(labels.ndim).numpy(), shared)
+        context.lacks_axes(labels, zeros(labels.ndim), shared)
     elif shared or (labels.numel() == 1 and varies(labels)):
         context.freeze(labels, parameter, "a parameter that would have to be cut along several axes")
 
@@ -109,9 +110,7 @@ def glu(context: RuleContext, node: fx.Node) -> Any:
 @rule("type_as")
 def type_as(context: RuleContext, node: fx.Node) -> Tensor:
     """The second tensor lends its type alone, whatever its shape."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return context.labels(source)
+    return context.labels(node.all_input_nodes[0])
 
 
 @rule("new")
@@ -122,10 +121,8 @@ def new(context: RuleContext, node: fx.Node) -> Any:
 
 @rule("getitem")
 def getitem(context: RuleContext, node: fx.Node) -> Any:
-    source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
-    value = context.values[source]
-    return value[index] if isinstance(value, list) else unlabelled(node.meta.get("val"))
+    several, place = context.values[node.all_input_nodes[0]], node.args[1]
+    return several[int(place)] if isinstance(several, list) else unlabelled(node.meta.get("val"))  # type: ignore[arg-type]
 
 
 @rule("_assert_tensor_metadata")

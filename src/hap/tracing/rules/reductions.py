@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from hap.graph.nodes import arguments, schema_name, short_name
 from hap.graph.operator_families import Trait, having
@@ -19,15 +20,11 @@ AVERAGING = having(Trait.AVERAGES)
 @rule("pooling")
 def pooling(context: RuleContext, node: fx.Node) -> Any:
     """Windows over space: channels pass, anything that varies over space may not be cut."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    value = node.meta["val"]
-    several = isinstance(value, list | tuple)
-    labels = context.labels(source)
+    labels = context.labels(node.all_input_nodes[0])
     spatial = 1 if "1d" in short_name(node) else 3 if "3d" in short_name(node) else 2
     if any(s > 1 for s in labels.shape[-spatial:]):
         return freeze_all(context, node, "pools over an axis that would be cut")
-    return [labels for _ in value] if several else labels
+    return _for_each_result(node, labels)
 
 
 @rule("reduction")
@@ -36,8 +33,7 @@ def reduction(context: RuleContext, node: fx.Node) -> Any:
     if len(context.entering(node)) > 1:
         return pointwise(context, node)
     given = arguments(node)
-    dims, value = given.get("dim"), node.meta["val"]
-    labels = next(iter(context.entering(node)))
+    dims, labels = given.get("dim"), context.labels(node.all_input_nodes[0])
     named = [dims] if isinstance(dims, int) else list(dims or range(labels.ndim))
     reduced = {d % max(labels.ndim, 1) for d in named}
     labels = join_along(context, labels, [d for d in reduced if labels.shape[d] > 1])
@@ -47,10 +43,14 @@ def reduction(context: RuleContext, node: fx.Node) -> Any:
         if node.users:
             context.spans(labels, averaged=True)
         labels = zeros(labels.ndim)
-    several = isinstance(value, list | tuple)
-    if (value[0] if several else value).ndim != labels.ndim:
+    if pytree.tree_leaves(node.meta["val"])[0].ndim != labels.ndim:
         labels = labels.view([s for d, s in enumerate(labels.shape) if d not in reduced])
-    return [labels for _ in value] if several else labels
+    return _for_each_result(node, labels)
+
+
+def _for_each_result(node: fx.Node, labels: Tensor) -> Any:
+    value = node.meta["val"]
+    return [labels for _ in value] if isinstance(value, list | tuple) else labels
 
 
 def _averages(node: fx.Node) -> bool:
@@ -64,7 +64,7 @@ def _averages(node: fx.Node) -> bool:
 
 @rule("softmax")
 def softmax(context: RuleContext, node: fx.Node) -> Any:
-    labels, dim = next(iter(context.entering(node))), arguments(node)["dim"]
+    labels, dim = context.labels(node.all_input_nodes[0]), arguments(node)["dim"]
     labels = join_along(context, labels, [dim % labels.ndim] if labels.shape[dim] > 1 else [])
     if labels.shape[dim] > 1:
         return freeze_all(context, node, "normalises over an axis that would be cut")

@@ -83,7 +83,9 @@ def keeps_linear(context: RuleContext, node: fx.Node) -> bool:
 
 def freeze_all(context: RuleContext, node: fx.Node, why: str = NO_RULE) -> Any:
     """Give up on an operator: all that enters stays, for a reason, and it costs what it costs."""
-    context.fixed_cost(*_counted(node))
+    macs, uncounted = _counted(node)
+    context.costs.fixed += macs
+    context.costs.uncounted |= uncounted
     for labels in context.entering(node):
         context.freeze(labels, short_name(node), why)
     return unlabelled(node.meta.get("val"))

@@ -39,7 +39,7 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
         context.sized(*context.entering(node))
     if not isinstance(result, list | tuple):
         if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
-            context.sliced(context.labels(source), int(arguments(node).get("dim", 0)))
+            context.sizes.sliced.append((context.labels(source).numpy(), int(arguments(node).get("dim", 0))))
         context.reshaped(node, result)
         return result
     if short_name(node) in SPLITTING and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
@@ -137,9 +137,8 @@ def _reshaped(labels: Tensor, before: list[int], after: list[int]) -> Tensor:
 @rule("padding")
 def padding(context: RuleContext, node: fx.Node) -> Any:
     """What is added along an axis that is not cut belongs to the same units; along a cut one it is always kept."""
-    source, amounts, mode = node.args[0], node.args[1], arguments(node).get("mode", "constant")
-    assert isinstance(source, fx.Node) and isinstance(amounts, list | tuple)
-    labels = context.labels(source)
+    source, amounts, *_ = arguments(node).values()
+    labels, mode = context.labels(source), arguments(node).get("mode", "constant")
     padded = {labels.ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
     cut = [d for d in padded if labels.shape[d] > 1]
     if not cut and (labels.numel() > 1 or not varies(labels)):
@@ -148,4 +147,4 @@ def padding(context: RuleContext, node: fx.Node) -> Any:
         return freeze_all(context, node, "pads an axis that would be cut")
     context.sized(labels)
     shape = [s if d in padded else labels.shape[d] for d, s in enumerate(shape_of(source))]
-    return compress(nn.functional.pad(labels.expand(shape), list(amounts)))  # type: ignore[arg-type]
+    return compress(nn.functional.pad(labels.expand(shape), list(amounts)))
