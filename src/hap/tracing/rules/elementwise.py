@@ -11,18 +11,18 @@ from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, short_name
 from hap.groups.components import distinct
 from hap.tracing.context import RuleContext
-from hap.tracing.label_tensors import aligned, compress, long_axes, unlabelled, varies, zeros
+from hap.tracing.labels import compress, long_axes, unlabelled, varies, zeros
 from hap.tracing.rules.registry import freeze_all, rule
 
 Operand = tuple[Tensor, tuple[int, ...]]
 """The labels of a tensor, and its shape with 1 along axes where it is merely expanded."""
 
 
-def operand(context: RuleContext, node: fx.Node, ndim: int | None = None) -> Operand:
-    """A node's result as an operand with `ndim` axes, or as many as it has."""
+def operand(context: RuleContext, node: fx.Node, ndim: int) -> Operand:
+    """A node's result as an operand with `ndim` axes."""
     labels, shape = context.labels(node), varying_shape(node)
-    missing = (ndim or len(shape)) - len(shape)
-    return aligned(labels, len(shape) + missing), (1,) * missing + shape
+    missing = (1,) * (ndim - len(shape))
+    return labels.reshape(missing + tuple(labels.shape)), missing + shape
 
 
 @rule("pointwise")
@@ -50,24 +50,22 @@ def merge(context: RuleContext, name: str, sides: list[Operand]) -> Operand:
     result, known = sides[0]
     for labels, shape in sides[1:]:
         if constrains(result, shape) and constrains(labels, known):
-            first, second = torch.broadcast_tensors(result, labels)
+            wide, narrow, seen = result, labels, shape
             if not _lacks_axis(shape, result) and _lacks_axis(known, labels):
-                first, second = second, first  # the one that knows more of the axes speaks for both
-            together = compress(torch.where(first != 0, first, second))
-            if _lacks_axis(shape, result):
-                context.lacks_axes(result, labels, long_axes(shape))
-            elif _lacks_axis(known, labels):
-                context.lacks_axes(labels, result, long_axes(known))
-            elif varies(result) != varies(labels):
-                context.hold(result if varies(result) else labels, name, "meets something that is never cut")
+                wide, narrow, seen = labels, result, known
+            if not _lacks_axis(seen, wide) and varies(wide) == varies(narrow):
+                context.join(wide.numpy(), narrow.numpy())
+                result = min(result, labels, key=Tensor.numel)  # joined, either speaks for both
             else:
-                context.join(result.numpy(), labels.numpy())
-                together = min(result, labels, key=Tensor.numel)  # joined, either speaks for both
-            result = together
+                if _lacks_axis(seen, wide):
+                    context.lacks_axes(wide, narrow, long_axes(seen))
+                else:
+                    context.hold(wide if varies(wide) else narrow, name, "meets something that is never cut")
+                result = compress(torch.where(wide != 0, wide, narrow))  # what knows more axes speaks for both
         else:  # one operand is stretched over the other's cut axis: it cannot be cut itself
             result, stretched = (labels, result) if constrains(result, shape) else (result, labels)
             context.freeze(stretched, name, "stretched over an axis that is cut")
-        known = tuple(max(a, b) for a, b in zip(known, shape, strict=True))
+        known = tuple(map(max, known, shape))
     return result, known
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, fx
 
 from hap.graph.nodes import arguments, shape_of, short_name
 from hap.tracing.context import RuleContext
-from hap.tracing.label_tensors import compress, labels_on_axis, long_axes
-from hap.tracing.labels import ConstantPosition
+from hap.tracing.labels import Undecided, compress, labels_on_axis, long_axes
 from hap.tracing.rules.registry import freeze_all, rule
 
 
@@ -35,22 +34,22 @@ def _picked(context: RuleContext, node: fx.Node, labels: Tensor, dim: int, place
         return freeze_all(context, node, "looks up along an axis that would be cut")
     before, after = max(int(places.max()) + 1, 0), max(-int(places.min()), 0)
     ends = labels.narrow(dim, 0, before), labels.narrow(dim, labels.shape[dim] - after, after)
-    context.store.constant.append(ConstantPosition(labels.numpy(), torch.cat(ends, dim).numpy(), dim))
+    context.store.constant.append(Undecided(labels.numpy(), torch.cat(ends, dim).numpy(), [dim]))
     picked = compress(labels[(slice(None),) * dim + (places,)])
     context.reshaped(node, picked)
     return picked
 
 
-@rule("gather")
+@rule("gather", "index_select")
 def gather(context: RuleContext, node: fx.Node) -> Any:
-    """Picks along one axis, each row for itself: other axes pass, if the picked ones are all of theirs."""
+    """Picks along one axis, maybe each row for itself: other axes pass, if the picked ones are all of theirs."""
     source, dim, *_ = arguments(node).values()
-    labels, shape = context.labels(source), list(shape_of(source))
-    place = dim % max(labels.ndim, 1)
-    same = all(a == b for d, (a, b) in enumerate(zip(shape, shape_of(node), strict=True)) if d != place)
-    if not same or labels.shape[place] > 1:
+    labels, place = context.labels(source), dim % max(len(shape_of(source)), 1)
+    sizes = enumerate(zip(shape_of(source), shape_of(node), strict=True))
+    if labels.shape[place] > 1 or any(before != after for d, (before, after) in sizes if d != place):
         return freeze_all(context, node, "picks along an axis that would be cut")
-    context.sized(labels)
+    if short_name(node) == "gather":  # the places are as many along the other axes
+        context.sized(labels)
     return labels
 
 
@@ -71,15 +70,6 @@ def _looked_up(context: RuleContext, node: fx.Node, source: fx.Node, dim: int) -
     if labels.shape[dim] > 1:
         return freeze_all(context, node, "looks up along an axis that would be cut")
     return labels.reshape(*labels.shape[:dim], *(1,) * more, *labels.shape[dim + 1 :])
-
-
-@rule("index_select")
-def index_select(context: RuleContext, node: fx.Node) -> Any:
-    """Fine along an axis that is not cut."""
-    source, dim, _ = arguments(node).values()
-    if context.labels(source).shape[dim] > 1:
-        return freeze_all(context, node, "picks along an axis that would be cut")
-    return context.labels(source)
 
 
 @rule("grid_sampler")

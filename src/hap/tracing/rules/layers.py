@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from hap.graph.nodes import arguments, shape_of
 from hap.groups.types import ConvGeometry, Ints
 from hap.tracing.context import RuleContext, join_along, labels_of_axis
-from hap.tracing.label_tensors import labels_on_axis
+from hap.tracing.labels import labels_on_axis
 from hap.tracing.rules.registry import COMPUTED, freeze_all, rule
 from hap.tracing.weight_views import View
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, shape_of, short_name
 from hap.tracing.context import RuleContext, join_along, labels_of_axis
-from hap.tracing.label_tensors import aligned, compress, labels_on_axis, zeros
+from hap.tracing.labels import compress, labels_on_axis, zeros
 from hap.tracing.rules.elementwise import merge, operand
 from hap.tracing.rules.layers import linear_layer
 from hap.tracing.rules.registry import freeze_all, rule
@@ -146,12 +146,12 @@ def attention(context: RuleContext, node: fx.Node) -> Any:
     sizes = dict(zip(f"{batch}QV", shape, strict=True)) | {"K": keys, "D": shape_of(q)[-1]}
     sides = []
     for x, axes in ((q, "QD"), (k, "KD"), (v, "KV")):
-        labels, own = context.labels(x), varying_shape(x)
+        labels, own = operand(context, x, len(shape))
         if given.get("enable_gqa") and heads != shape_of(k)[-3:-2]:  # several query heads share a key and a value
             own = (*shape_of(x)[:-3], *heads, *shape_of(x)[-2:])
             if labels.shape[-3] > 1:
                 labels = labels.repeat_interleave(heads[0] // labels.shape[-3], -3)
-        sides.append((batch + axes, aligned(labels, len(shape)), (1,) * (len(shape) - len(own)) + own))
+        sides.append((batch + axes, labels, own))
     scores = product(context, "attention", sizes, sides[:2], f"{batch}QK", scaled=given.get("scale") is None)
     seen = (*shape[:-1], keys)
     if isinstance(mask := given.get("attn_mask"), fx.Node):

@@ -17,7 +17,7 @@ from hap.graph.nodes import arguments, shape_of, short_name
 from hap.graph.operator_families import GATES, STRUCTURAL, Trait, having
 from hap.groups.types import Ints
 from hap.tracing.context import RuleContext, labels_of_axis
-from hap.tracing.label_tensors import labels_on_axis, varies
+from hap.tracing.labels import labels_on_axis, varies
 from hap.tracing.rules.registry import COMPUTED, freeze_all, rule
 from hap.tracing.weight_views import View
 
@@ -108,18 +108,14 @@ def _start(context: RuleContext, node: fx.Node, states: list[fx.Node], units: In
 
 def _zeros(node: fx.Node) -> fx.Node | None:
     """The node that makes zeros which nobody writes to, if these are seen here, as they are or in another shape."""
-    if node.op != "call_function":
-        return None
-    if short_name(node) in ("zeros", "new_zeros"):
-        return None if _written_to(node) else node
-    source = node.args[0] if node.args else None
-    same = short_name(node) in STRETCHING
-    return _zeros(source) if same and isinstance(source, fx.Node) else None
+    while node.op == "call_function" and short_name(node) in STRETCHING:
+        node = node.all_input_nodes[0]
+    made = node.op == "call_function" and short_name(node) in ("zeros", "new_zeros")
+    return node if made and not _written_to(node) else None
 
 
 def _written_to(node: fx.Node) -> bool:
     """Whether a tensor, or a view of it, is written to."""
-    users = {user: short_name(user) for user in node.users if user.op == "call_function"}
-    return any(
-        name.endswith("_") or (name in STRUCTURAL | UNCHANGED and _written_to(user)) for user, name in users.items()
-    )
+    users = [user for user in node.users if user.op == "call_function"]
+    written = any(short_name(user).endswith("_") for user in users)
+    return written or any(_written_to(user) for user in users if short_name(user) in STRUCTURAL | UNCHANGED)
