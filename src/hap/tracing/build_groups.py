@@ -14,7 +14,6 @@ from hap.groups.components import occurring
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import (
-    ActivationMacs,
     Group,
     Ints,
     Producer,
@@ -61,7 +60,7 @@ class GroupsBuilder:
                 weight_macs=tuple(costs.weights),
                 activation_macs=tuple(costs.activations),
                 fixed_macs=costs.fixed,
-                written_values=tuple(_written(flow.layers)),
+                written_values=tuple(flow.written),
                 uncounted=tuple(sorted(costs.uncounted)),
             ).relabelled(root),
             rewiring=Rewiring(
@@ -185,16 +184,6 @@ def _one_of_several(grid: Ints, dims: list[int]) -> bool:
 def _removable(root: Ints, labels: Iterable[Ints]) -> list[int]:
     """The classes of these labels, without that of what is never removed."""
     return [c for c in np.flatnonzero(occurring(len(root), (root[some] for some in labels))).tolist() if c]
-
-
-def _written(layers: Mapping[fx.Node, Any]) -> Iterator[ActivationMacs]:
-    """What the layers write: as many values for each label of an output as it stands for."""
-    for node, labels in layers.items():
-        value = node.meta["val"]
-        if isinstance(labels, list):  # a recurrent layer also returns its last states
-            labels, value = labels[0], value[0]
-        if isinstance(labels, Tensor) and labels.numel():
-            yield ActivationMacs(labels.flatten().numpy(), value.numel() // labels.numel())
 
 
 def _group_units(store: LabelStore, axes: dict[tuple[str, int], Ints], feeds: Ints) -> dict[str, Group]:

@@ -79,14 +79,15 @@ class WiringFindings:
 class Dataflow:
     """Which layers feed which operators, and where what they compute is multiplied, as in attention.
 
-    `layers` has the labels of what each layer computes. `sources` are the layers, tables and sums of branches that a
-    result is computed from, with none of these in between. `products` says of results, as far as these go, whether
-    they are computed from a product of what layers compute. `operands` are labels that enter such a product, or
-    leave a layer that reads one, as attention's output layer does; `seen_whole` tensors with the axes along which a
-    product sees all of each thing, such as of a head.
+    `layers` multiply by weights, and `written` counts the values that they compute. `sources` are the layers, tables
+    and sums of branches that a result is computed from, with none of these in between. `products` says of results, as
+    far as these go, whether they are computed from a product of what layers compute. `operands` are labels that enter
+    such a product, or leave a layer that reads one, as attention's output layer does; `seen_whole` tensors with the
+    axes along which a product sees all of each thing, such as of a head.
     """
 
-    layers: dict[fx.Node, Any] = field(default_factory=dict)
+    layers: set[fx.Node] = field(default_factory=set)
+    written: list[ActivationMacs] = field(default_factory=list)
     sources: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
     products: dict[fx.Node, bool] = field(default_factory=dict)
     operands: list[Ints] = field(default_factory=list)
@@ -96,9 +97,12 @@ class Dataflow:
         """Note what a node with these labels is computed from, once its rule has run."""
         multiplied = any(self.products.get(a, False) for a in node.all_input_nodes)
         if node in self.layers:
-            self.layers[node] = labels
             if multiplied and isinstance(labels, Tensor):
                 self.operands.append(distinct(labels))
+            # a recurrent layer also returns its last states, which are not counted
+            output, value = (x[0] if isinstance(x, list | tuple) else x for x in (labels, node.meta["val"]))
+            if isinstance(output, Tensor) and output.numel():
+                self.written.append(ActivationMacs(output.flatten().numpy(), value.numel() // output.numel()))
         if node in self.layers or short_name(node) == "embedding" or self.adds_branches(node):
             self.sources[node] = frozenset([node])
         else:
@@ -220,7 +224,7 @@ class RuleContext:
             self.wiring.used_inside[weight] = module
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
         self.costs.weights.append(WeightMacs(weight, positions, part))
-        self.flow.layers[node] = None  # its labels, once they are there
+        self.flow.layers.add(node)
 
     def activation_product(self, labels: Tensor | Ints, positions: int) -> None:
         """So many multiply-adds for each of these labels that stays, whatever weights there are."""
@@ -244,7 +248,7 @@ class RuleContext:
     def multiplies(self, node: fx.Node, *operands: fx.Node) -> None:
         """A product of what layers compute, and not of activations with a constant, is what an attention is made of."""
         made = [self.flow.sources.get(x, frozenset()) for x in operands]
-        self.flow.products[node] = all(layers and layers <= self.flow.layers.keys() for layers in made)
+        self.flow.products[node] = all(layers and layers <= self.flow.layers for layers in made)
         if all(made):
             self.flow.operands += [distinct(self.labels(x)) for x in operands]
 

@@ -108,12 +108,15 @@ class LabelStore:
         """These stay as many as they are: zeros stand in for those that go if they are heads, others are frozen."""
         self.held.append((distinct(labels), Frozen(what, why)))
 
-    def of_parameter(self, name: str) -> Tensor:
-        """A vector (up to axes of length 1) has labels of its own; a matrix that is used freely is not cut at all."""
+    def of_parameter(self, name: str, looked_up: int | None = None) -> Tensor:
+        """A vector (up to axes of length 1, or one that is `looked_up` along) has labels of its own.
+
+        A matrix that is used freely is not cut at all.
+        """
         shape = self.shapes[name]
         long = long_axes(shape)
-        if len(long) == 1:
-            return labels_on_axis(self.axis(name, long[0]), len(shape), long[0])
+        if len(own := [d for d in long if d != looked_up]) == 1:
+            return labels_on_axis(self.axis(name, own[0]), len(shape), own[0])
         for d in long:
             self.tie(name, d, np.zeros(shape[d], dtype=np.int64), "free")
         return zeros(len(shape))
@@ -136,9 +139,9 @@ class LabelStore:
 def classes_of_produced(store: LabelStore) -> Ints:
     """The class of every label; what no layer produces, such as a learned token, is frozen."""
     root = classes_of_labels(store)
-    made = occurring(store.count, (root[labels] for labels in store.computed()))
-    present = occurring(store.count, (root[labels] for labels in store.axes.values()))
-    orphaned = present & ~made
+    orphaned = occurring(store.count, (root[labels] for labels in store.axes.values()))
+    for labels in store.computed():
+        orphaned[root[labels]] = False
     orphaned[0] = False
     if not orphaned.any():
         return root

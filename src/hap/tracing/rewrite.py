@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from hap.execution.calling import describe
 from hap.graph.capture import capture
 from hap.graph.index import GraphIndex
-from hap.graph.nodes import shape_of
+from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import CONVOLUTIONS
 from hap.groups.groups import Groups
 from hap.groups.types import Ints, SizeAttribute

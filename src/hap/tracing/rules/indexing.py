@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from hap.graph.nodes import arguments, shape_of, short_name
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import Undecided, compress, labels_on_axis, long_axes
+from hap.tracing.labels import Undecided, compress
 from hap.tracing.rules.registry import freeze_all, rule
 
 
@@ -60,13 +60,9 @@ def embedding(context: RuleContext, node: fx.Node) -> Any:
 
 def _looked_up(context: RuleContext, node: fx.Node, source: fx.Node, dim: int) -> Any:
     """Labels of a result in which axis `dim` of the source is replaced by the axes of the positions looked up."""
-    shape, more = shape_of(source), node.meta["val"].ndim - len(shape_of(source)) + 1
+    more = len(shape_of(node)) - len(shape_of(source)) + 1
     name = context.parameter(source)
-    long = [d for d in long_axes(shape) if d != dim]
-    if name is not None and len(long) == 1:
-        labels = labels_on_axis(context.axis(name, long[0]), len(shape), long[0])
-    else:
-        labels = context.labels(source)
+    labels = context.labels(source) if name is None else context.store.of_parameter(name, dim)
     if labels.shape[dim] > 1:
         return freeze_all(context, node, "looks up along an axis that would be cut")
     return labels.reshape(*labels.shape[:dim], *(1,) * more, *labels.shape[dim + 1 :])

@@ -188,28 +188,26 @@ def weighted(context: RuleContext, node: fx.Node, x: fx.Node, axes: str, view: V
         return freeze_all(context, node, "stretches an axis of length one")
     steps = {c: size for c, size in sizes.items() if c in term + result}  # an axis of x alone is summed over first
     cut = [c for c, size in zip(axes, context.labels(x).shape, strict=True) if size > 1]
-    inputs = {c: np.zeros(size, dtype=np.int64) for c, size in sizes.items()}
+    labels = {c: np.zeros(size, dtype=np.int64) for c, size in sizes.items()}
     passing, made = [c for c in cut if c in result], [c for c in result if c not in axes]
     if len(passing) > 1 or any(c not in term + result for c in cut) or any(c not in axes + result for c in term):
         return freeze_all(context, node, "an equation that is not understood")
     if passing:
         summed = [axes.index(c) for c in cut if c not in passing]  # what varies elsewhere, such as heads, passes whole
-        inputs[passing[0]] = join_along(context, context.labels(x), summed).flatten().numpy()
-        context.activation_product(inputs[passing[0]], math.prod(steps.values()) // sizes[passing[0]])
+        labels[passing[0]] = join_along(context, context.labels(x), summed).flatten().numpy()
+        context.activation_product(labels[passing[0]], math.prod(steps.values()) // sizes[passing[0]])
     else:
         if cut:
-            inputs[cut[0]] = labels_of_axis(context, x, axes.index(cut[0]))
+            labels[cut[0]] = labels_of_axis(context, x, axes.index(cut[0]))
         context.contraction(node, view, math.prod(size for c, size in steps.items() if c not in term))
     for c in (c for c in term if c in axes):
-        context.tie_inputs(view, term.index(c), inputs[c])
-    outputs = {c: context.outputs(view, term.index(c)) for c in made[:1]}
-    if passing:
-        for labels in outputs.values():
-            context.freeze(labels, view.name, "works along an axis that is not cut")
-    for c in made[1:]:
-        axis = term.index(c)
-        context.join(context.axis(view.name, view.dims[axis])[view.index[axis]], np.zeros(sizes[c], dtype=np.int64))
+        context.tie_inputs(view, term.index(c), labels[c])
+    if made:
+        labels[made[0]] = context.outputs(view, term.index(made[0]))
+    if made and passing:
+        context.freeze(labels[made[0]], view.name, "works along an axis that is not cut")
+    for axis in map(term.index, made[1:]):
+        others = context.axis(view.name, view.dims[axis])[view.index[axis]]
+        context.join(others, np.zeros_like(others))
     way = next(iter(passing or made), None)
-    if way is None:
-        return zeros(len(result))
-    return labels_on_axis((inputs | outputs)[way], len(result), result.index(way))
+    return zeros(len(result)) if way is None else labels_on_axis(labels[way], len(result), result.index(way))

@@ -23,10 +23,6 @@ from hap.tracing.weight_views import View
 
 UNCHANGED = having(Trait.UNCHANGED)
 STRETCHING = UNCHANGED | having(Trait.EXPANDS) | having(Trait.SAME_ORDER) | {"repeat"}
-PACKED = "reads a packed sequence"
-PROJECTED = "projects its states (proj_size)"
-ACROSS = "runs along an axis that would be cut"
-GIVEN = "it starts from a state that is never cut"
 
 
 @rule("recurrent", "cell")
@@ -37,7 +33,7 @@ def recurrent(context: RuleContext, node: fx.Node) -> Any:
     """
     given = arguments(node)
     if "batch_sizes" in given:
-        return freeze_all(context, node, PACKED)
+        return freeze_all(context, node, "reads a packed sequence")
     is_cell = "w_ih" in given
     if is_cell:
         weights = [given[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh") if given[name] is not None]
@@ -45,7 +41,7 @@ def recurrent(context: RuleContext, node: fx.Node) -> Any:
     else:
         weights, per, sides = given["params"], 4 if given["has_biases"] else 2, 2 if given["bidirectional"] else 1
         if len(weights) != per * sides * given["num_layers"]:
-            return freeze_all(context, node, PROJECTED)
+            return freeze_all(context, node, "projects its states (proj_size)")
     names = [name for weight in weights if (name := context.parameter(weight)) is not None]
     if len(names) < len(weights):
         return freeze_all(context, node, COMPUTED)
@@ -82,7 +78,7 @@ def _features(context: RuleContext, node: fx.Node, x: fx.Node) -> Ints:
     """The labels of what a layer reads or starts from, along the last axis."""
     labels = context.labels(x)
     if labels.numel() > 1 and labels.shape[-1] == 1:
-        context.freeze(labels, short_name(node), ACROSS)
+        context.freeze(labels, short_name(node), "runs along an axis that would be cut")
         return np.zeros(shape_of(x)[-1], dtype=np.int64)
     return labels_of_axis(context, x, -1)
 
@@ -102,7 +98,8 @@ def _start(context: RuleContext, node: fx.Node, states: list[fx.Node], units: In
                 context.reshaped(zeros, context.values[zeros])
             continue
         labels = _features(context, node, state if zeros is None else zeros)
-        context.freeze(units[labels == 0], context.module(node) or short_name(node), GIVEN)
+        what = context.module(node) or short_name(node)
+        context.freeze(units[labels == 0], what, "it starts from a state that is never cut")
         context.join(labels[labels != 0], units[labels != 0])
 
 
