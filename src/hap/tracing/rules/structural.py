@@ -91,7 +91,7 @@ def _on_labels(context: RuleContext, node: fx.Node) -> Any:
     name, value = short_name(node), node.meta["val"]
     known = [a for a in node.all_input_nodes if a in context.index.parameters or a in context.values]
     labels = {a: x for a in known if isinstance(x := context.labels(a), Tensor)}
-    shapes, first = {a: list(shape_of(a)) for a in labels}, known[0]
+    shapes, first = {a: list(shape_of(a)) for a in labels}, next(iter(labels))
     if name in RESHAPES and first.meta["val"].dtype == value.dtype and value.numel():
         return _reshaped(labels[first], shapes[first], list(shape_of(node)))
     if name in ("cat", "concat", "flip", "roll", "stack") and len(set(map(len, shapes.values()))) == 1:
