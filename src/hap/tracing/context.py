@@ -149,17 +149,14 @@ class RuleContext:
         return self._entered(node, use) if node in self.index.tables else self.values[node]
 
     def _entered(self, table: fx.Node, use: TableUse | None) -> Tensor:
-        """The labels of a table inside a module that picks its own part of it along the one axis where it varies.
-
-        The module that makes the table has no such way; it works with all of it.
-        """
+        """The labels of a table inside a module that picks its own part of it along the one axis where it varies."""
         if (table, use) not in self.entered:
             labels = self.values[table]
             long = long_axes(labels.shape)
             if len(long) == 1 and varies(labels):
                 self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
                 own = self.fresh(labels.numel())
-                if use is None:
+                if use is None:  # it works with all of the table
                     self.hold(own, table.name, "shared by several modules, of which this one makes it")
                 else:
                     self.wiring.selections.append(InputSelection(use.module, use.argument, long[0], own))

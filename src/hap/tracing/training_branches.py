@@ -130,13 +130,10 @@ def _copy(model: nn.Module, shorter: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _run_in_training(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], Set[str]]:
-    """The shapes that a copy, which nobody else uses, returns, and the parameters that are read.
-
-    Norms over the batch are not what is asked about, and would not take a batch of one.
-    """
+    """The shapes that a copy, which nobody else uses, returns, and the parameters that are read."""
     model.train()
     for module in model.modules():
-        if isinstance(module, _NormBase):
+        if isinstance(module, _NormBase):  # not what is asked about, and would not take a batch of one
             module.eval()
     args, kwargs = copied(call_arguments(example))
     reading = _Reading(model)

@@ -55,11 +55,8 @@ def recurrent(context: RuleContext, node: fx.Node) -> Any:
 
 
 def _units(context: RuleContext, node: fx.Node, x: fx.Node, directions: list[list[str]], sides: int) -> Ints:
-    """The labels of the hidden units, once all that computes and reads them is tied.
-
-    The names of what one direction of one layer is made of are those of the weight of its inputs, of the weight of its
-    states, and of biases.
-    """
+    """The labels of the hidden units, once all that computes and reads them is tied. `directions` have the names of the
+    weight of the inputs, of that of the states, and of the biases, for each direction of each layer."""
     gates = GATES[short_name(node).removesuffix("_cell")]
     hidden = context.index.shapes[directions[0][1]][1]
     units = context.axis(directions[0][0], 0, "out")[:hidden]

@@ -65,11 +65,9 @@ def _unknown(node: fx.Node) -> str:
 def keeps_linear(context: RuleContext, node: fx.Node) -> bool:
     """Whether the result is piecewise linear in the activations that enter."""
     name = short_name(node)
-    if name == "batch_norm" and node.args[5]:  # normalises with the batch's own statistics
-        return False
-    if name in RECURRENT:  # uses its weights at every step
-        return False
-    if name in LINEAR & MULTIPLYING and context.parameter(node.args[1]) is None:
+    own_statistics = name == "batch_norm" and node.args[5]  # of the batch
+    computed = name in LINEAR & MULTIPLYING and context.parameter(node.args[1]) is None
+    if own_statistics or computed or name in RECURRENT:  # recurrent layers use their weights at every step
         return False
     if name in LINEAR or name == "getitem" or not isinstance(node.meta.get("val"), Tensor):
         return True

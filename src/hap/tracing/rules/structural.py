@@ -72,10 +72,7 @@ def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
 
 
 def _takes_the_rest(node: fx.Node, result: Any) -> bool:
-    """Whether the one axis along which a reshaped tensor, compressed, varies has the size -1: `view(1, -1, 1, 1)`.
-
-    Such a size follows whatever goes, and no other counts it.
-    """
+    """Whether the one axis along which a reshaped tensor varies has the size -1, which follows whatever goes."""
     if short_name(node) not in ("reshape", "view"):
         return False
     sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
