@@ -95,7 +95,7 @@ class Comparison:
         for name, mask in masks.items():
             tensor, cut, directed = tensors[name], cuts.get(name, {}), _has_direction(name, tensors)
             if skip_zeros and _is_large(tensor) and not directed and name not in grafted:
-                thin = sparse_weight(name, tensor.detach(), self.cut[name], cut, mask)
+                thin = sparse_weight(tensor, self.cut[name], cut, mask)
                 changed[name] = placeholder = thin.placeholder()
                 sparse[placeholder] = thin
             else:
@@ -137,9 +137,7 @@ def _is_large(tensor: Tensor) -> bool:
     return large and isinstance(tensor, nn.Parameter)
 
 
-def sparse_weight(
-    name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]
-) -> SparseWeight:
+def sparse_weight(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> SparseWeight:
     """A tensor that is cut, and zero where more of it would be cut; `small` is what is left then."""
     shape = [len(cuts[d].keep) if d in cuts else size for d, size in enumerate(tensor.shape)]
     index = {}
@@ -148,7 +146,7 @@ def sparse_weight(
         if dim in cuts:
             place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
         index[dim] = place[list(mask.keep)]
-    return SparseWeight(small, tuple(shape), index, name)
+    return SparseWeight(small, tuple(shape), index)
 
 
 def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut], zero: float) -> Tensor:

@@ -20,7 +20,7 @@ from hap.execution.compare_outputs import (
     output_tensors,
 )
 from hap.execution.fast_copy import copy_with
-from hap.execution.masked_execution import RecordedResults, SkippingZeros
+from hap.execution.masked_execution import SkippingZeros
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
@@ -43,12 +43,11 @@ def verify_plan(
     implants: dict[str, ImplantModule],
     example: Any,
     shorter: dict[str, Tensor],
-    everywhere: bool = False,
 ) -> None:
     """The check of apply_: HapError if the pruned model does not do on the example what the plan says.
 
-    Not `everywhere`, some places of large maps are computed first, and all of them if these show a difference. With a
-    classifier of zeros any two models agree: such weights get values, alike in both. So do constant inputs.
+    Some places of large maps are computed first, and all of them if these show a difference. With a classifier of zeros
+    any two models agree: such weights get values, alike in both. So do constant inputs.
     """
     model, example = touched(model, example, [cut.name for cut in plan.cuts])
     example = informative_example(model, example)
@@ -59,7 +58,7 @@ def verify_plan(
     comparison = Comparison(model, plan, example, implants, shorter=shorter)
     if _may_fuse(model, plan):
         _check_fused(comparison, check_by_running(comparison))
-    elif everywhere or not agree_at_some_places(comparison):
+    elif not (_convolves(model) and agree_at_some_places(comparison)):
         check_by_running(comparison)
 
 
@@ -127,10 +126,7 @@ def _run_both(
 ) -> tuple[list[Any], list[Any]]:
     """What the pruned model returns, and what the one with zeros does, which is not run if that is `wanted` already."""
     try:
-        pruned = comparison.pruned()
-        recorded = RecordedResults(dict(pruned.named_parameters())) if wanted is None and short_cuts else None
-        with recorded or nullcontext():
-            seen = output_tensors(pruned, comparison.example, sampled=sampled)
+        seen = output_tensors(comparison.pruned(), comparison.example, sampled=sampled)
     except Misfit:
         raise
     except Exception as error:
@@ -138,26 +134,26 @@ def _run_both(
         raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
     if wanted is None:
         try:
-            wanted = _reference(comparison, recorded, sampled)
+            wanted = _reference(comparison, short_cuts, sampled)
         except Exception as error:
             raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     return seen, wanted
 
 
-def _reference(comparison: Comparison, recorded: RecordedResults | None, sampled: bool) -> list[Any]:
+def _reference(comparison: Comparison, short_cuts: bool, sampled: bool) -> list[Any]:
     """What the model with zeros returns. If it fails with short cuts, it is run without: vmap, say, forbids some."""
     try:
-        return masked_outputs(comparison, recorded, sampled)
+        return masked_outputs(comparison, short_cuts, sampled)
     except Exception:
-        if recorded is None:
+        if not short_cuts:
             raise
-    return masked_outputs(comparison, None, sampled)
+    return masked_outputs(comparison, False, sampled)
 
 
-def masked_outputs(comparison: Comparison, recorded: RecordedResults | None = None, sampled: bool = False) -> list[Any]:
-    """What the model with zeros returns. With what is `recorded` of the pruned model, zeros are skipped."""
-    masked, sparse = comparison.masked(skip_zeros=recorded is not None)
-    with nullcontext() if recorded is None else SkippingZeros(sparse, recorded):
+def masked_outputs(comparison: Comparison, skip_zeros: bool = False, sampled: bool = False) -> list[Any]:
+    """What the model with zeros returns. To `skip_zeros` takes less time."""
+    masked, sparse = comparison.masked(skip_zeros)
+    with SkippingZeros(sparse) if skip_zeros else nullcontext():
         return output_tensors(masked, comparison.example, sampled=sampled)
 
 
@@ -167,6 +163,10 @@ def _differ_by(gross: float, wanted: list[Any], seen: list[Any]) -> bool:
     pairs = [(a, b) for a, b in pairs if a.numel()]
     finite = all(bool(x.isfinite().all()) for pair in pairs for x in pair)
     return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
+
+
+def _convolves(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
 
 
 def _may_fuse(model: nn.Module, plan: Plan) -> bool:
