@@ -26,8 +26,6 @@ ATOMS = frozenset((*NUMBERS_AND_TEXT, type, torch.dtype, torch.device, BuiltinFu
 """Types of which deepcopy returns the value itself."""
 MODEL = -1
 """Where a memo notes whose copy is made, and then the ids of all modules and tensors in it."""
-LARGE = 1 << 20
-"""Tensors of as many bytes are not copied until they are written to."""
 DICTS, FLAT = (dict, OrderedDict), (tuple, list, set)
 
 
@@ -121,22 +119,6 @@ def _global_modules(function: FunctionType) -> list[tuple[str, nn.Module]]:
     """Modules that a function reaches by the names of global variables."""
     known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
     return [(name, value) for name, value in known if isinstance(value, nn.Module)]
-
-
-def lazy_clone(tensor: Tensor) -> Tensor:
-    """A clone of a tensor. The memory of a large one is not copied before either of the two is written to."""
-    return torch._lazy_clone(tensor) if _can_be_lazy(tensor) else tensor.clone()
-
-
-def finish_clones(tensors: Iterable[Tensor]) -> None:
-    """Copy now what lazy clones of these tensors left to be copied later. If the clones are gone, nothing is copied."""
-    for tensor in filter(_can_be_lazy, tensors):
-        tensor.data_ptr()  # whoever asks for it may write there
-
-
-def _can_be_lazy(tensor: Tensor) -> bool:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
-    return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
 
 
 def copy_with(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.compare_outputs import in_float64
-from hap.execution.fast_copy import copy_with, lazy_clone
+from hap.execution.fast_copy import copy_with
 from hap.execution.masked_execution import SparseWeight
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
@@ -74,7 +74,7 @@ class Comparison:
     def pruned(self) -> nn.Module:
         """A pruned copy. A forward may write to its tensors, so they share nothing with the dense model's."""
         try:
-            pruned = copy_with(self.model, {name: lazy_clone(tensor) for name, tensor in self.cut.items()})
+            pruned = copy_with(self.model, {name: tensor.clone() for name, tensor in self.cut.items()})
         except Exception as error:  # copying runs code of whatever the model holds
             line = in_a_line(error)
             raise Misfit(f"{REFUSED}: the model cannot be copied to try it, {line}", UNCOPIED, line) from error
