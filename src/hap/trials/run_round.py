@@ -23,7 +23,7 @@ from hap.trials.attribute_reads import AttributeReads
 from hap.trials.removal_rounds import rounds_of
 from hap.trials.repeated_blocks import NONE, Repeats, without_repeats
 from hap.verification.comparison import COUNTED, Comparison, Misfit, in_a_line
-from hap.verification.informative_weights import informative_weights
+from hap.verification.informative_values import informative_weights
 from hap.verification.verify import check_by_running
 
 NOTHING: Ints = np.zeros(0, np.int64)

@@ -27,8 +27,7 @@ from hap.planning.plan import Plan
 from hap.surgery.cut import cut_tensors
 from hap.utils.module_tree import named_tensors
 from hap.verification.comparison import BY_ZEROS, COUNTED, REFUSED, UNKNOWABLE, UNLIKE, Comparison, Misfit, in_a_line
-from hap.verification.informative_inputs import informative_example
-from hap.verification.informative_weights import informative_weights
+from hap.verification.informative_values import informative_example, informative_weights
 
 UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
