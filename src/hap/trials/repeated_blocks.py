@@ -61,11 +61,6 @@ def _with_likes(items: Iterable[Any], repeated: Mapping[Any, Any]) -> list[Any]:
     return list(found)
 
 
-def without_repeats(groups: Groups, repeats: Repeats) -> Groups:
-    """The groups, and all that belongs to them, without what is in blocks that repeat others."""
-    return groups.restricted(repeats.blocks, repeats.groups) if repeats.blocks else groups
-
-
 def find_repeats(
     index: GraphIndex, classes: ClassesOf, groups: Groups, candidates: list[SizeAttribute], shapes: Mapping[str, int]
 ) -> Repeats:
@@ -157,10 +152,7 @@ def _settings(module: nn.Module) -> Any:
 
 
 def _cut_alike(a: Ints | None, b: Ints | None) -> bool:
-    if a is None or b is None:
-        return False
-    left, right = np.broadcast_arrays(a, b)
-    return np.array_equal(left, right)
+    return a is not None and b is not None and np.array_equal(*np.broadcast_arrays(a, b))
 
 
 class _Pairing:

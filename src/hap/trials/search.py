@@ -16,10 +16,9 @@ from hap.graph.capture import exporting
 from hap.graph.partition import touched
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import SizeAttribute
-from hap.trials.reasons import reasons
 from hap.trials.removal_rounds import kind_of
 from hap.trials.repeated_blocks import NONE
-from hap.trials.run_round import RoundRunner, Subject
+from hap.trials.run_round import RoundRunner, Subject, reasons
 from hap.verification.indistinguishable_heads import Rows, indistinguishable_heads
 
 AttributeKind = tuple[str, str, int, int]

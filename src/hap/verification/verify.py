@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -133,27 +134,22 @@ def _run_both(
         raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
     if wanted is None:
         try:
-            wanted = _reference(comparison, short_cuts, sampled)
+            wanted = masked_outputs(comparison, short_cuts, sampled)
         except Exception as error:
             raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     return seen, wanted
 
 
-def _reference(comparison: Comparison, short_cuts: bool, sampled: bool) -> list[Any]:
-    """What the model with zeros returns. If it fails with short cuts, it is run without: vmap, say, forbids some."""
-    try:
-        return masked_outputs(comparison, short_cuts, sampled)
-    except Exception:
-        if not short_cuts:
-            raise
-    return masked_outputs(comparison, False, sampled)
-
-
 def masked_outputs(comparison: Comparison, skip_zeros: bool = False, sampled: bool = False) -> list[Any]:
-    """What the model with zeros returns. To `skip_zeros` takes less time."""
+    """What the model with zeros returns. If it fails where these are skipped, it is run without: vmap forbids some."""
     masked, sparse = comparison.masked(skip_zeros)
-    with SkippingZeros(sparse) if skip_zeros else nullcontext():
-        return output_tensors(masked, comparison.example, sampled=sampled)
+    try:
+        with SkippingZeros(sparse) if skip_zeros else nullcontext():
+            return output_tensors(masked, comparison.example, sampled=sampled)
+    except Exception:
+        if not skip_zeros:
+            raise
+    return masked_outputs(comparison, sampled=sampled)
 
 
 def _differ_by(gross: float, wanted: list[Any], seen: list[Any]) -> bool:
@@ -187,16 +183,16 @@ def _check_fused(comparison: Comparison, wanted: list[Any]) -> None:
     Most often that returns what is `wanted` without fused kernels. Where it does not, the model with zeros is asked,
     with fused kernels as well: these may, for one, leave out what is padded.
     """
-    exact, example = comparison.plan.exact, comparison.example
+    exact = comparison.plan.exact
+    seen = _fused_outputs(comparison.pruned, comparison.example, f"{REFUSED}: its forward")
+    if difference(wanted, seen, exact, FUSED_TOLERANCE) is not None:
+        wanted = _fused_outputs(lambda: comparison.masked()[0], comparison.example, UNKNOWN)
+        if problem := difference(wanted, seen, exact, FUSED_TOLERANCE):
+            raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
+
+
+def _fused_outputs(copied: Callable[[], nn.Module], example: Any, whose: str) -> list[Any]:
     try:
-        seen = output_tensors(comparison.pruned(), example, watched=False)
+        return output_tensors(copied(), example, watched=False)
     except Exception as error:
-        raise HapError(f"{REFUSED}: its forward fails in torch's fused kernels with {in_a_line(error)}") from error
-    if difference(wanted, seen, exact, FUSED_TOLERANCE) is None:
-        return
-    try:
-        wanted = output_tensors(comparison.masked()[0], example, watched=False)
-    except Exception as error:
-        raise HapError(f"{UNKNOWN} fails in torch's fused kernels with {in_a_line(error)}") from error
-    if problem := difference(wanted, seen, exact, FUSED_TOLERANCE):
-        raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
+        raise HapError(f"{whose} fails in torch's fused kernels with {in_a_line(error)}") from error
