@@ -152,7 +152,10 @@ def _settings(module: nn.Module) -> Any:
 
 
 def _cut_alike(a: Ints | None, b: Ints | None) -> bool:
-    return a is not None and b is not None and np.array_equal(*np.broadcast_arrays(a, b))
+    if a is None or b is None:
+        return False
+    left, right = np.broadcast_arrays(a, b)
+    return np.array_equal(left, right)
 
 
 class _Pairing:

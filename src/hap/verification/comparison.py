@@ -94,7 +94,8 @@ class Comparison:
         sparse: dict[nn.Parameter, SparseWeight] = {}
         for name, mask in masks.items():
             tensor, cut, directed = tensors[name], cuts.get(name, {}), _has_direction(name, tensors)
-            if skip_zeros and _is_large(tensor) and not directed and name not in grafted:
+            large = tensor.ndim > 1 and tensor.numel() >= LARGE and tensor.is_floating_point()
+            if skip_zeros and large and isinstance(tensor, nn.Parameter) and not directed and name not in grafted:
                 thin = sparse_weight(tensor, self.cut[name], cut, mask)
                 changed[name] = placeholder = thin.placeholder()
                 sparse[placeholder] = thin
@@ -108,12 +109,12 @@ class Comparison:
 
     def _write_out_implants_(self, masked: nn.Module) -> None:
         modules = dict(masked.named_modules())
-        inputs = {name: list(keep) for name, keep in self.plan.kept_inputs().items()}
+        inputs: dict[str, Any] = {name: list(keep) for name, keep in self.plan.kept_inputs().items()}
         for graft in self.plan.grafts:
             weight, implant, rows = modules[graft.module].weight, self.implants[graft.module], list(graft.rows)
             assert isinstance(weight, Tensor)
             dense = weight.data.new_zeros(len(rows), *weight.shape[1:])
-            dense[:, inputs.get(graft.weight, list(range(weight.shape[1])))] = implant.kernel()
+            dense[:, inputs.get(graft.weight, slice(None))] = implant.kernel()
             weight.data[rows] = dense
             if implant.bias_values is not None:
                 modules[graft.module].bias.data[rows] = implant.bias_values.detach()
@@ -130,11 +131,6 @@ def cuts_of(plan: Plan | None) -> dict[str, dict[int, Cut]]:
 def _has_direction(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a weight may be computed from this one's direction, as by either weight_norm: zeros have none."""
     return "parametrizations." in name or (name.endswith("_v") and f"{name[:-1]}g" in tensors)
-
-
-def _is_large(tensor: Tensor) -> bool:
-    large = tensor.numel() >= LARGE and tensor.ndim > 1 and tensor.is_floating_point()
-    return large and isinstance(tensor, nn.Parameter)
 
 
 def sparse_weight(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> SparseWeight:

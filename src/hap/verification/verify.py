@@ -22,6 +22,7 @@ from hap.execution.compare_outputs import (
 )
 from hap.execution.fast_copy import copy_with
 from hap.execution.masked_execution import SkippingZeros
+from hap.execution.model_outputs import float_outputs
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
@@ -33,6 +34,7 @@ from hap.verification.informative_values import informative_example, informative
 UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that go another way, with fused kernels and nested tensors, where no mode of torch's watches functions."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 FUSED_TOLERANCE = dict.fromkeys(TOLERANCE, 0.1)
 """How far fused kernels may be off: some compute GELU another way."""
 
@@ -43,11 +45,12 @@ def verify_plan(
     implants: dict[str, ImplantModule],
     example: Any,
     shorter: dict[str, Tensor],
+    everywhere: bool = False,
 ) -> None:
     """The check of apply_: HapError if the pruned model does not do on the example what the plan says.
 
-    Some places of large maps are computed first, and all of them if these show a difference. With a classifier of zeros
-    any two models agree: such weights get values, alike in both. So do constant inputs.
+    Not `everywhere`, some places of large maps are computed first, and all of them if these show a difference. With a
+    classifier of zeros any two models agree: such weights get values, alike in both. So do constant inputs.
     """
     model, example = touched(model, example, [cut.name for cut in plan.cuts])
     example = informative_example(model, example)
@@ -58,7 +61,7 @@ def verify_plan(
     comparison = Comparison(model, plan, example, implants, shorter=shorter)
     if _may_fuse(model, plan):
         _check_fused(comparison, check_by_running(comparison))
-    elif not (_convolves(model) and agree_at_some_places(comparison)):
+    elif everywhere or not agree_at_some_places(comparison):
         check_by_running(comparison)
 
 
@@ -83,16 +86,19 @@ def check_by_running(comparison: Comparison, wanted: list[Any] | None = None, gr
 def agree_at_some_places(comparison: Comparison) -> bool:
     """Whether both models return the same with large maps computed at some places alone: see `sampled_convolution`.
 
-    If they do not, or one fails, that may be for the values in between: then these are to be computed too. So they are
-    where an output is zero everywhere, or not finite, which may come of the places, and tells nothing.
+    If not, that may come of these places. So it may where an output is zero everywhere, or not finite. Models without
+    layers for such maps are not asked: the mode that samples them takes time too.
     """
+    if not any(isinstance(m, CONVOLUTIONS) for m in comparison.model.modules()):
+        return False
     try:
         seen, wanted = _run_both(comparison, sampled=True)
     except Misfit:
         return False
-    numbers = [x for x in wanted if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
-    informative = all(0 < largest(x) < math.inf for x in numbers)
-    return informative and difference(wanted, seen, comparison.plan.exact) is None
+    return (
+        all(0 < largest(x) < math.inf for x in float_outputs(wanted) if x.numel())
+        and difference(wanted, seen, comparison.plan.exact) is None
+    )
 
 
 def _reason(problem: str) -> str:
@@ -105,8 +111,7 @@ def _reason(problem: str) -> str:
 def _compare_exactly(comparison: Comparison) -> tuple[str | None, list[Any]]:
     """What differs without any short cuts in float64, in words, and what the model with zeros returns.
 
-    A forward may fail in float64, such as one that makes tensors in float32 by itself: then it is measured how far off
-    rounding is.
+    Where a forward fails in float64, as it may by making tensors in float32, it is measured how far off rounding is.
     """
     tolerance = TOLERANCE
     comparison = replace(comparison, shorter=None)
@@ -154,14 +159,10 @@ def masked_outputs(comparison: Comparison, skip_zeros: bool = False, sampled: bo
 
 def _differ_by(gross: float, wanted: list[Any], seen: list[Any]) -> bool:
     """Whether outputs, all of them finite, differ by more than so many times the largest value."""
-    pairs = [(a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.is_floating_point()]
-    pairs = [(a, b) for a, b in pairs if a.numel()]
+    tensors = ((a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.numel())
+    pairs = [(a, b) for a, b in tensors if a.is_floating_point()]
     finite = all(bool(x.isfinite().all()) for pair in pairs for x in pair)
     return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
-
-
-def _convolves(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
 
 
 def _may_fuse(model: nn.Module, plan: Plan) -> bool:
