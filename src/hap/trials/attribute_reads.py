@@ -42,7 +42,6 @@ class AttributeReads:
         they are asked for all the same, it is among those `missed`. `nn.MultiheadAttention` is not watched: it gets a
         new class when it is pruned.
         """
-
         model.register_forward_pre_hook(lambda *_: setattr(self, "running", True))
         model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
         for name in modules:
