@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hap.execution.calibration import pointwise_fits
 from hap.execution.calling import random_example
-from hap.execution.fast_copy import finish_clones
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
 from hap.surgery.additions import build_implants
@@ -49,7 +48,6 @@ def apply_(
             shorter = cut_tensors(model, plan)
             if verify:
                 verify_plan(model, plan, implants, example, shorter)
-                finish_clones(shorter.values())
         carry_out_(model, plan, implants, shorter)
     return model
 

@@ -33,7 +33,7 @@ from hap.trials.repeated_blocks import find_repeats
 from hap.trials.run_round import Subject
 from hap.trials.search import find_unprunable
 from hap.utils.gc_pause import gc_paused
-from hap.verification.informative_inputs import informative_example
+from hap.verification.informative_values import informative_example
 
 COUPLINGS = ("joint", "union")
 INDISTINGUISHABLE = "the example does not show how it is split into heads; trace with several different tokens"
