@@ -31,7 +31,7 @@ from hap.scoring.batch import Batch, samples
 from hap.scoring.layer_calls import owner
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.scoring.outputs import OutputCurvature, output_curvature
-from hap.scoring.row_norms import RowNorms
+from hap.scoring.row_norms import row_norms
 from hap.utils import distributed
 
 SURVEYED = 8
@@ -191,7 +191,7 @@ def _piece(
     current = signs[:0]
 
     def see(name: str, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        norms = RowNorms(module, x, dims[name])(gradient)
+        norms = row_norms(module, x, dims[name], gradient)
         rows[name].append((norms.double() * current[:, :, None]).sum(1))
 
     with torch.enable_grad(), tapped(problem, see) as anchor:
