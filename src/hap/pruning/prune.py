@@ -24,7 +24,7 @@ from hap.pruning.in_parts import check_parts, trace_whole_or_parts
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.scoring import Criterion, score
-from hap.scoring.batch import Loss
+from hap.scoring.base import Loss
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""

@@ -22,13 +22,11 @@ from hap.errors import Argument, ForPython, HapError
 from hap.execution.input_checks import check_finite, outside_inference
 from hap.groups.groups import Groups
 from hap.groups.unprunable_summary import nothing_in_words
-from hap.scoring.base import Criterion, Scores, ScoringContext
-from hap.scoring.batch import Loss
-from hap.scoring.gate_curvature import GateCurvature
-from hap.scoring.gate_gradient import GateGradient
+from hap.scoring.base import Criterion, Loss, Scores, ScoringContext
+from hap.scoring.gates import GateCurvature, GateGradient
 from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
 from hap.scoring.hessian_trace import HessianTrace
-from hap.scoring.joint_trace import JointTrace
+from hap.scoring.over_all_slices import JointTrace
 from hap.scoring.over_all_slices import Whole as Whole
 from hap.scoring.weight_baselines import L1, BNScale, GeometricMedian, Magnitude, Random
 
@@ -49,14 +47,10 @@ class Reversed(Criterion):
         inner = self.of.scores(problem)
         return Scores({n: -v for n, v in inner.items()}, inner.errors, inner.about)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "of": self.of.to_dict()}
 
-
-BASELINES = (Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
-CRITERIA: dict[str, type[Criterion]] = {
-    criterion.name: criterion for criterion in (HessianTrace, *BASELINES, JointTrace, GateGradient, GateCurvature)
-}
+_BASELINES = (Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
+_EVERY = (HessianTrace, *_BASELINES, JointTrace, GateGradient, GateCurvature)
+CRITERIA: dict[str, type[Criterion]] = {criterion.name: criterion for criterion in _EVERY}
 """Criteria by name. All lists of names, such as those of the command line, are made from this."""
 
 

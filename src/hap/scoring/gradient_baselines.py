@@ -12,12 +12,18 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calling import call_arguments, copied
-from hap.scoring.base import Criterion, Scores, ScoringContext
-from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, samples
+from hap.scoring.base import DETACHED, Batch, Criterion, Scores, ScoringContext, as_hap_error, samples
 from hap.scoring.hessian_operator import Hessian
 from hap.scoring.hutchinson import diagonal_estimates
-from hap.scoring.input_checks import as_hap_error, check_alone, check_steady, check_targets, is_per_sample
 from hap.scoring.memory_chunks import Pieces
+from hap.scoring.sample_axis import (
+    BATCH_FIRST,
+    check_alone,
+    check_steady,
+    check_targets,
+    is_per_sample,
+    last_alone,
+)
 from hap.utils import distributed
 
 
@@ -48,9 +54,8 @@ class Taylor(Criterion):
             for name, gradient in zip(weights, gradients, strict=True):
                 total[name] += share * gradient.double()
         distributed.sum_(total.values())
-        return Scores(
-            problem.assemble(lambda g, p: problem.per_unit(g, p, total[p.weight] * problem.weights[p.weight]).square())
-        )
+        products = {n: g * problem.weights[n] for n, g in total.items()}
+        return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, products[p.weight]).square()))
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class DiagonalFisher(Criterion):
             with torch.no_grad():
                 output, _ = problem.evaluate({}, batch)
             if batch is problem.batches[0]:
-                check_alone(_by_sample(output, count), _by_sample(problem.last_alone(batch), 1))
+                check_alone(batch, _by_place(output), _by_place(last_alone(problem, batch)))
 
             def work(part: slice, batch: Batch = batch, count: int = count) -> dict[str, Tensor]:
                 gradients = self._per_sample(problem, batch, count, part)
@@ -88,11 +93,7 @@ class DiagonalFisher(Criterion):
         distributed.sum_(squares.values())
         if not any(bool(s.any()) for s in squares.values()):
             raise HapError(DETACHED)
-        return Scores(
-            problem.assemble(
-                lambda g, p: problem.per_unit(g, p, squares[p.weight] * problem.weights[p.weight].double().square()) / 2
-            )
-        )
+        return _of_diagonal(problem, squares)
 
     @staticmethod
     def _per_sample(problem: ScoringContext, batch: Batch, count: int, part: slice) -> dict[str, Tensor]:
@@ -138,10 +139,8 @@ def _gradient(loss: Callable[..., Tensor], weights: dict[str, Tensor], sample: d
     return dict(zip(own, found, strict=True))
 
 
-def _by_sample(output: Any, count: int) -> dict[str, Tensor]:
-    """What a model returns for each of so many samples, by place."""
-    leaves = enumerate(pytree.tree_leaves(output))
-    return {f"output {i}": t for i, t in leaves if is_per_sample(t, count) and t.is_floating_point()}
+def _by_place(output: Any) -> dict[str, Any]:
+    return {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(output))}
 
 
 @dataclass(frozen=True)
@@ -162,16 +161,15 @@ class OBD(Criterion):
 
     def scores(self, problem: ScoringContext) -> Scores:
         diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        for _, block in diagonal_estimates(
-            Hessian(problem), problem.weights, range(self.probes), self.seed, self.chunk
-        ):
+        probes, hessian = range(self.probes), Hessian(problem)
+        for _, block in diagonal_estimates(hessian, problem.weights, probes, self.seed, self.chunk):
             for name, values in block.items():
                 diagonal[name] += values.sum(0, dtype=torch.float64) / self.probes
         distributed.sum_(diagonal.values())
-        return Scores(
-            problem.assemble(
-                lambda g, p: (
-                    problem.per_unit(g, p, diagonal[p.weight] * problem.weights[p.weight].double().square()) / 2
-                )
-            )
-        )
+        return _of_diagonal(problem, diagonal)
+
+
+def _of_diagonal(problem: ScoringContext, diagonal: dict[str, Tensor]) -> Scores:
+    """1/2 sum over the unit's weights of d_i w_i^2, d of the weights' shapes."""
+    terms = {n: d * problem.weights[n].double().square() for n, d in diagonal.items()}
+    return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, terms[p.weight]) / 2))

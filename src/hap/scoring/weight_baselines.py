@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from hap.errors import Argument, ForPython, HapError
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Criterion, Scores, ScoringContext, fold
+from hap.scoring.base import Criterion, Scores, ScoringContext, fold, unit_of_class
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,8 @@ class Random(Criterion):
 
     def scores(self, problem: ScoringContext) -> Scores:
         generator = torch.Generator().manual_seed(self.seed)
-        return Scores(
-            {n: torch.rand(len(g), generator=generator, dtype=torch.float64) for n, g in problem.groups.items()}
-        )
+        draw = partial(torch.rand, generator=generator, dtype=torch.float64)
+        return Scores({n: draw(len(g)) for n, g in problem.groups.items()})
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class GeometricMedian(Criterion):
     def scores(self, problem: ScoringContext) -> Scores:
         def formula(group: Group, producer: Producer) -> torch.Tensor:
             rows = problem.weights[producer.weight].double().movedim(producer.dim, 0).flatten(1)
-            values = torch.cdist(rows, rows).mean(1) / rows.shape[1] ** 0.5
-            return fold(group, producer, values)
+            return fold(group, producer, torch.cdist(rows, rows).mean(1) / rows.shape[1] ** 0.5)
 
         return Scores(problem.assemble(formula))
 
@@ -84,18 +81,13 @@ class BNScale(Criterion):
         parameters = dict(problem.model.named_parameters())
         values = {}
         for name, group in problem.groups.items():
-            total = torch.zeros(len(group), dtype=torch.float64)
-            place = {c: u for u, c in enumerate(group.classes.tolist())}
-            found = False
-            for scale in problem.groups.batchnorm_weights:
-                unit = np.array([place.get(c, -1) for c in problem.groups.axes[scale, 0].tolist()])
-                if (unit >= 0).any():
-                    found = True
-                    gamma = parameters[scale].detach().double().abs().cpu()
-                    total.index_add_(0, torch.from_numpy(unit[unit >= 0]), gamma[unit >= 0])
-            if not found:
+            unit = unit_of_class(problem.groups, group)
+            scales = [Producer(w, 0, unit[problem.groups.axes[w, 0]]) for w in problem.groups.batchnorm_weights]
+            own = [scale for scale in scales if (scale.unit >= 0).any()]
+            if not own:
                 advice = f"trace with ignore=({name!r},) or use another criterion"
                 typed = ("use another ", Argument("criterion"))
                 raise HapError(f"group {name!r} has no batch normalisation of its own; ", ForPython(advice, typed))
-            values[name] = total
+            gammas = [fold(group, scale, parameters[scale.weight].detach().abs()) for scale in own]
+            values[name] = torch.stack(gammas).sum(0)
         return Scores(values)
