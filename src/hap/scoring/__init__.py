@@ -2,7 +2,7 @@
 
 A criterion turns a `ScoringContext` (model, groups, batches, loss) into `Scores`, one value per unit; it knows weights
 and axes, and no types of layers. Each family of criteria has a file of its own, and a new one needs its file and its
-line in `CRITERIA` (docs/extending.md). Start reading at `base.py`, then `weight_baselines.py`.
+line in `CRITERIA` (docs/extending.md). Start reading at `base.py`, then `baselines.py`.
 
 The paper's criterion is `hessian_trace.py`. Traces come from random probes (`hutchinson.py`, on any operator such as
 that of `hessian_operator.py`) or from backward passes for each output (`gauss_newton.py`, `row_norms.py`).
@@ -23,12 +23,11 @@ from hap.execution.input_checks import check_finite, outside_inference
 from hap.groups.groups import Groups
 from hap.groups.unprunable_summary import nothing_in_words
 from hap.scoring.base import Criterion, Loss, Scores, ScoringContext
+from hap.scoring.baselines import L1, OBD, BNScale, DiagonalFisher, GeometricMedian, Magnitude, Random, Taylor
 from hap.scoring.gates import GateCurvature, GateGradient
-from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
 from hap.scoring.hessian_trace import HessianTrace
 from hap.scoring.over_all_slices import JointTrace
 from hap.scoring.over_all_slices import Whole as Whole
-from hap.scoring.weight_baselines import L1, BNScale, GeometricMedian, Magnitude, Random
 
 
 @dataclass(frozen=True)

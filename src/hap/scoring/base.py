@@ -37,7 +37,7 @@ DETACHED = (
     "inference_mode()"
 )
 PIECE = 1 << 18
-"""How many weights are copied to float64 at a time: as many as a processor's cache holds."""
+"""How many weights are copied to float64 at a time, as many as a processor's cache holds: all at once take longer."""
 
 
 class Scores(dict[str, Tensor]):
@@ -132,14 +132,8 @@ class ScoringContext:
         return fold(group, producer, values.sum(dim=rest) if rest else values)
 
     def sum_of(self, what: Callable[[Tensor], Tensor], group: Group, producer: Producer) -> Tensor:
-        """Sum what a function makes of each single weight, in float64, over everything a unit owns in a producer.
-
-        A few rows at a time, since a copy of a large weight in float64 takes longer than the sums.
-        """
-        weight = self.weights[producer.weight]
-        if distributed.is_sharded(weight):
-            return self.per_unit(group, producer, what(weight.double()))
-        rows = weight.movedim(producer.dim, 0)
+        """Sum what a function makes of each single weight, in float64, over everything a unit owns in a producer."""
+        rows = distributed.gathered(self.weights[producer.weight]).movedim(producer.dim, 0)
         pieces = rows.split(max(1, PIECE * len(rows) // max(1, rows.numel())))
         sums = [what(x.double()).reshape(len(x), -1).sum(1) for x in pieces]
         return fold(group, producer, torch.cat(sums))
@@ -169,7 +163,7 @@ def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
     return out.index_add_(-1, unit, values.double().index_select(-1, owned))
 
 
-def unit_of_class(groups: Groups, group: Group) -> Ints:
+def unit_map(groups: Groups, group: Group) -> Ints:
     """The unit of a group that each class is, -1 where it is none."""
     unit = np.full(groups.classes, -1, dtype=np.int64)
     unit[group.classes] = np.arange(len(group))

@@ -17,10 +17,9 @@ from hap.scoring.base import ScoringContext
 
 @contextmanager
 def affine_norms(problem: ScoringContext) -> Iterator[None]:
-    """Inside, BatchNorms that are not scored themselves are products with constants.
+    """Inside, BatchNorms that are not scored themselves are products with constants, whose graph keeps no activations.
 
-    Their graph keeps no activations and their backward is one product. The operator's own lays its gradients out anew
-    under vmap, there and back, and its second derivative takes many kernels.
+    The operator's own backward copies under vmap, there and back, and its second derivative takes many kernels.
     """
     fixed = [
         (name, _as_affine)
@@ -58,11 +57,7 @@ def vmapped(function: Callable[..., Any], vectors: Any) -> Any:
 
 def backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:
     """One backward pass for all vectors (K, *output.shape), past every tap on the anchor and no further."""
-
-    def one(vector: Tensor) -> Tensor:
-        return torch.autograd.grad(output, anchor, vector, retain_graph=True, materialize_grads=True)[0]
-
-    vmapped(one, vectors)
+    vmapped(lambda v: torch.autograd.grad(output, anchor, v, retain_graph=True, materialize_grads=True), vectors)
 
 
 class Tap(torch.autograd.Function):

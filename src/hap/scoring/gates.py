@@ -17,7 +17,7 @@ from hap.errors import HapError
 from hap.execution.module_hooks import hooked
 from hap.groups.groups import Groups
 from hap.groups.types import Producer
-from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, samples, unit_of_class
+from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, samples, unit_map
 from hap.scoring.derivatives import Tap, affine_norms, backward
 from hap.scoring.gauss_newton import SURVEYED, Add, Measure, of_one_sample, over_samples, samples_of, survey
 from hap.scoring.hessian_trace import MOST_OUTPUTS, mean_scores
@@ -116,10 +116,8 @@ class GateCurvature(Criterion):
             squares = over_samples(problem, found, measure, draws, self.seed)
         except CannotTrace as error:
             raise HapError(f"gate-curvature does not apply: {error}; {INSTEAD}") from error
-        halves = {n: v / 2 for n, v in squares.items()}
-        if not draws:
-            return Scores({n: v[0] for n, v in halves.items()}, about={"method": "gauss-newton"})
-        return mean_scores(halves, {"method": "gauss-newton", "draws": draws})
+        about = {"method": "gauss-newton"} | ({"draws": draws} if draws else {})
+        return mean_scores({n: v / 2 for n, v in squares.items()}, about)
 
 
 # ---- where units pass ---------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def gates_of(model: nn.Module, groups: Groups) -> Gates:
     for c, s in feeds:
         fate[s] = c if sources[s] == 1 else s  # such a stream goes when its unit does
     for name, group in groups.items():
-        own, unit_of = set(group.classes.tolist()), unit_of_class(groups, group)
+        own, unit_of = set(group.classes.tolist()), unit_map(groups, group)
         if own & set(sources):
             raise HapError(f"group {name!r} is a sum that other groups join, so it has no gate of its own; {INSTEAD}")
         if own & (groups.traits.in_activation_products - groups.traits.whole_matrices):

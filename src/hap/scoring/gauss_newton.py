@@ -110,10 +110,8 @@ def _none_frozen(model: nn.Module) -> Iterator[None]:
 
 
 def gauss_newton_traces(problem: ScoringContext, found: Survey, draws: int = 0, seed: int = 0) -> dict[str, Tensor]:
-    """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact.
-
-    With `draws`, so many independent and unbiased estimates of it instead: (draws, units).
-    """
+    """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact; with `draws`, so many
+    independent and unbiased estimates of it: (draws, units)."""
     dims = {p.weight: p.dim for g in problem.groups.values() for p in g.producers}
     sizes = {n: w.shape[dims[n]] for n, w in problem.weights.items()}
 

@@ -83,10 +83,7 @@ class Hessian:
         return dict(zip(self.weights, gradients, strict=True)), held.bytes
 
     def _backward(self, gradients: Tensors, vectors: Tensors) -> Tensors:
-        """Double backward of several vectors under vmap; the graph is kept for the next ones.
-
-        Forward-over-reverse takes as many convolutions, once the graph is there, and was no faster when timed.
-        """
+        """Double backward of several vectors; forward-over-reverse was no faster when timed, with the graph there."""
         live = [n for n, g in gradients.items() if g.requires_grad]
         if not live:
             return {n: torch.zeros_like(v) for n, v in vectors.items()}

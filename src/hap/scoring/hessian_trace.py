@@ -91,9 +91,9 @@ class HessianTrace(Criterion):
                 raise CannotTrace(f"the network is not piecewise linear in each weight ({curved})")
             return self._gauss_newton(problem, survey(problem))
         except CannotTrace as error:
-            if self.method == "auto":
-                return hutchinson(problem, self)
-            raise HapError(f'method="{self.method}" does not apply: {error}. ', use_probes("Use"), ".") from error
+            if self.method != "auto":
+                raise HapError(f'method="{self.method}" does not apply: {error}. ', use_probes("Use"), ".") from error
+        return hutchinson(problem, self)
 
     def _gauss_newton(self, problem: ScoringContext, found: Survey) -> Scores:
         """Equation 6 from exact traces, or from the mean of sampled ones with its standard error."""
@@ -101,9 +101,7 @@ class HessianTrace(Criterion):
         method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
         traces = gauss_newton_traces(problem, found, self.draws if sampled else 0, self.seed)
         values = equation_6(problem, lambda g, p: fold(g, p, traces[p.weight]))
-        if sampled:
-            return mean_scores(values, {"method": method, "draws": self.draws})
-        return Scores({n: v[0] for n, v in values.items()}, about={"method": method})
+        return mean_scores(values, {"method": method} | ({"draws": self.draws} if sampled else {}))
 
     def estimates(self, problem: ScoringContext) -> Tensor:
         """Unbiased estimates of all scores by Hutchinson's method: (probes, units), groups one after the other."""
@@ -135,10 +133,7 @@ def hutchinson(problem: ScoringContext, how: HessianTrace, formula: Formula = eq
 
 
 def _estimates(problem: ScoringContext, how: HessianTrace, block: int, formula: Formula) -> Iterator[dict[str, Tensor]]:
-    """Estimates (block, units) of equation 6 by group, so many probes at a time.
-
-    Products are summed along the axes of units, and folded into units once, since that waits for the device.
-    """
+    """Estimates (block, units) of equation 6 by group, so many probes at a time."""
     weights, known = problem.weights, Tensors()
     operator: Operator = Hessian(problem)
     if how.deflate:
@@ -150,7 +145,7 @@ def _estimates(problem: ScoringContext, how: HessianTrace, block: int, formula: 
         probes = range(first, min(first + block, last))
         sums = {(n, d): weights[n].new_zeros(len(probes), weights[n].shape[d], dtype=torch.float64) for n, d in axes}
         for part, values in diagonal_estimates(operator, weights, probes, how.seed, how.chunk):
-            for (name, dim), total in sums.items():
+            for (name, dim), total in sums.items():  # folded into units later, since that waits for the device
                 total[part] += _sum_along(values[name], dim)
         distributed.sum_(sums.values())
         for name, dim in axes if known else ():
@@ -175,6 +170,6 @@ def _settled(estimates: Tensor, kept: float) -> bool:
 
 
 def mean_scores(estimates: dict[str, Tensor], about: dict[str, Any]) -> Scores:
-    """Means over independent estimates (count, units), and their standard errors."""
-    errors = {n: v.std(0) / len(v) ** 0.5 for n, v in estimates.items()}
+    """Means over independent estimates (count, units), and their standard errors if there are several."""
+    errors = {n: v.std(0) / len(v) ** 0.5 for n, v in estimates.items() if len(v) > 1}
     return Scores({n: v.mean(0) for n, v in estimates.items()}, errors, about)

@@ -99,20 +99,21 @@ def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> O
     probes = [torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device) for _ in range(2)]
     seen = [product(v) for v in probes]
     rounding = 1e-13 * (1 + float(slope.detach().norm()))
+
+    def fits(form: Callable[[Tensor], Tensor]) -> bool:
+        pairs = [(product, form(probe)) for product, probe in zip(seen, probes, strict=True)]
+        return all(bool((a - b).norm() <= CLOSE * a.norm() + rounding) for a, b in pairs)
+
     q = output.detach().softmax(1)
-    centred = [q * v - q * (q * v).sum(1, keepdim=True) for v in probes]
-    w = (seen[0] * centred[0]).sum(1) / centred[0].square().sum(1).clamp_min(1e-300)
-    if all(_close(a, w[:, None] * b, rounding) for a, b in zip(seen, centred, strict=True)):
+    centred = q * probes[0] - q * (q * probes[0]).sum(1, keepdim=True)
+    w = (seen[0] * centred).sum(1) / centred.square().sum(1).clamp_min(1e-300)
+    if fits(lambda v: w[:, None] * (q * v - q * (q * v).sum(1, keepdim=True))):
         return softmax_curvature(q, w)
     d = product(torch.ones_like(probes[0]))
-    if all(_close(a, d * v, rounding) for a, v in zip(seen, probes, strict=True)):
+    if fits(lambda v: d * v):
         return _diagonal_curvature(d)
     basis = torch.eye(output.shape[1]).to(output)
     blocks = torch.stack([product(e.expand_as(output)) for e in basis], dim=1)
-    if not all(_close(a, torch.einsum("nab,nb->na", blocks, v), rounding) for a, v in zip(seen, probes, strict=True)):
+    if not fits(lambda v: torch.einsum("nab,nb->na", blocks, v)):
         raise HapError("the loss mixes the samples of a batch; ", use_probes("use"))
     return _any_curvature(blocks)
-
-
-def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
-    return bool((a - b).norm() <= CLOSE * a.norm() + rounding)

@@ -14,11 +14,11 @@ from torch import Tensor
 from hap.errors import Argument, HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, unit_of_class
+from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, unit_map
+from hap.scoring.baselines import Magnitude
 from hap.scoring.hessian_trace import HessianTrace, hutchinson
 from hap.scoring.outputs import softmax_curvature
 from hap.scoring.sample_axis import run_recorded
-from hap.scoring.weight_baselines import Magnitude
 from hap.utils import distributed
 
 METHODS = ("hutchinson", "gauss-newton")
@@ -27,7 +27,7 @@ INSTEAD = 'use JointTrace(method="hutchinson")'
 
 def readers(groups: Groups, group: Group) -> tuple[Producer, ...]:
     """The slices that read what units hand on."""
-    unit = unit_of_class(groups, group)
+    unit = unit_map(groups, group)
     return tuple(Producer(weight, dim, unit[groups.axes[weight, dim]]) for weight, dim in group.consumers)
 
 
@@ -139,13 +139,9 @@ def _input_axes(problem: ScoringContext) -> dict[str, int]:
     return axes
 
 
-# ---- squared gradients by sampled outputs -------------------------------------------------------------------
-
-Axis = tuple[str, int]
-"""A weight and one of its axes."""
-
-
-def _drawn_squares(problem: ScoringContext, inner: dict[str, int], draws: int, seed: int) -> dict[Axis, Tensor]:
+def _drawn_squares(
+    problem: ScoringContext, inner: dict[str, int], draws: int, seed: int
+) -> dict[tuple[str, int], Tensor]:
     """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and index p of an axis of a
     weight: (draws, length). `inner` is the axis that a weight's layer reads with."""
     generator = torch.Generator(problem.device).manual_seed(seed)

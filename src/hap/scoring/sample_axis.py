@@ -16,7 +16,7 @@ from hap.execution.calling import call_arguments, call_with, copied
 from hap.execution.module_hooks import hooked
 from hap.scoring.base import Batch, ScoringContext, as_hap_error, samples
 
-Calls = dict[str, tuple[Tensor, Tensor]]
+Calls = dict[str, list[Tensor]]
 """By the name of a weight, what the layer that owns it read and returned."""
 
 BATCH_FIRST = (
@@ -57,14 +57,10 @@ def check_targets(batch: Batch) -> None:
         )
 
 
-def check_alone(batch: Batch, whole: Mapping[str, Any], alone: Mapping[str, Any]) -> None:
-    """Refuse a model whose first axis is not that of the samples: with as many tokens as samples, sizes do not tell.
-
-    `whole` holds what was seen of a batch, `alone` the same of its last sample by itself. A first token would not do:
-    in a causal model it is the same alone.
-    """
-    of_samples = {what: x for what, x in whole.items() if is_per_sample(x, samples(batch)) and x.is_floating_point()}
-    for what, rows in of_samples.items():
+def check_alone(batch: Batch, whole: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose first axis is not that of the samples, which sizes alone may not tell: `whole` was seen of a
+    batch, `alone` of its last sample by itself. A first token would not do: in a causal model it is the same alone."""
+    for what, rows in ((what, x) for what, x in whole.items() if is_per_sample(x, samples(batch))):
         row, seen = rows[-1:].detach().double(), alone.get(what)
         slack = 0.25 if rows.dtype in (torch.float16, torch.bfloat16) else 0.1
         if seen is None or seen.shape != row.shape or (seen - row).norm() > slack * row.norm():
@@ -84,11 +80,8 @@ def last_alone(problem: ScoringContext, batch: Batch) -> Any:
 def run_recorded(
     problem: ScoringContext, batch: Batch, weights: Iterable[str], instead: str
 ) -> tuple[Any, Tensor, Calls]:
-    """A batch's output and loss with their graph, and the calls of the layers that own these weights, each once.
-
-    Layers must read one sample at each index of their first axis. Where they do not, or where no hook sees what they
-    read, it is an error, with the advice `instead`.
-    """
+    """A batch's output and loss with their graph, and the calls of the layers that own these weights. Refuses layers
+    that do not read one sample at each index of their first axis, or hide what they read: the advice is `instead`."""
     check_targets(batch)
     own = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
     with torch.enable_grad(), _recorded(problem.model, weights) as calls:
@@ -98,7 +91,7 @@ def run_recorded(
     if batch is problem.batches[0]:
         with _recorded(problem.model, weights) as alone:
             last_alone(problem, batch)
-        whole, single = ({f"what {n} reads": x for n, (x, _) in some.items()} for some in (calls, alone))
+        whole, single = ({f"what {n} reads": x for n, (x, *_) in some.items()} for some in (calls, alone))
         check_alone(batch, whole, single)
     return output, loss, calls
 
@@ -108,11 +101,18 @@ def _recorded(model: nn.Module, weights: Iterable[str]) -> Iterator[Calls]:
     """Inside, each call of a layer that owns one of these weights is recorded; a second call of it is an error."""
     calls = Calls()
 
-    def record(weight: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def before(weight: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if weight in calls:
             raise HapError(f"{weight} is used more than once in a forward pass, so its calls are not told apart")
         if args:
-            calls[weight] = args[0], output
+            calls[weight] = [args[0]]
 
-    with hooked(model, after=[(w.rpartition(".")[0], partial(record, w)) for w in weights], first=True):
+    def after(weight: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if args:
+            calls[weight].append(output)
+
+    owners = [(weight, weight.rpartition(".")[0]) for weight in weights]
+    read = [(owner, partial(before, weight)) for weight, owner in owners]
+    returned = [(owner, partial(after, weight)) for weight, owner in owners]
+    with hooked(model, before=read, after=returned, first=True):
         yield calls
