@@ -23,7 +23,7 @@ from hap.pruning.in_parts import check_parts, trace_whole_or_parts
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.scoring import Criterion, score
-from hap.scoring.batch import Loss
+from hap.scoring.base import Loss
 from hap.surgery.rotate_heads import restored_on_failure, values_of
 
 MUCH = 1 / 3

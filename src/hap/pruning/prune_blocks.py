@@ -22,7 +22,7 @@ from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.scoring import Criterion, score
-from hap.scoring.batch import Loss
+from hap.scoring.base import Loss
 from hap.tracing.trace import trace
 
 

@@ -17,7 +17,7 @@ import hap
 from hap.data import Batch, Data
 from hap.groups.groups import Groups
 from hap.planning.budget import Budget
-from hap.scoring.gate_curvature import Gate, gated, gates_of
+from hap.scoring.gates import Gate, gated, gates_of
 from hap.workflow.networks import first_images
 from hap.workflow.steps import calibration
 from hap_reproduction.cifar10.starting import IMAGES
