@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.utils.module_tree import every_module, named_tensors, set_flags, set_mode, switched_by_flag
+from hap.utils.module_tree import named_tensors
 from hap.utils.plain_mapping import as_dict
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, every module's own mode restored after."""
-    modes = [(m, m.training) for m in every_module(model)]
-    set_mode(model, training=False)
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
     try:
         yield
     finally:
@@ -34,9 +34,9 @@ def forgetting_caches(model: nn.Module) -> Iterator[None]:
 
     Every module's own mode is restored after, and what is trained.
     """
-    modes = [(m, m.training) for m in every_module(model)]
+    modes = [(m, m.training) for m in model.modules()]
     trained = [(p, p.requires_grad) for p in model.parameters()]
-    set_mode(model, training=True)
+    model.train()
     try:
         yield
     finally:
@@ -47,9 +47,6 @@ def forgetting_caches(model: nn.Module) -> Iterator[None]:
 
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
     """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
-    if switched_by_flag(module for module, _ in modes):
-        set_flags(modes)
-        return
     for module, mode in modes:
         if module.training != mode:
             module.train(mode)

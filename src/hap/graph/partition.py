@@ -26,7 +26,7 @@ from hap.execution.fast_copy import copy_with
 from hap.execution.input_checks import check_given
 from hap.execution.sampled_convolution import SampledConvolutions
 from hap.graph.capture import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
-from hap.graph.same_modules import same_modules
+from hap.utils.module_tree import same_modules
 from hap.utils.module_tree import named_tensors, takes_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

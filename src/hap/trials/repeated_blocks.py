@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hap.graph.index import GraphIndex
-from hap.graph.same_modules import same_modules
+from hap.utils.module_tree import same_modules
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, Ints, SizeAttribute
 from hap.trials.attribute_reads import SETTINGS
