@@ -65,36 +65,35 @@ def captured(
     model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
 ) -> Captured:
     """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training."""
-    known = known or SizesKnown()
-    with recording_calls(model) as (called, shapes), _plainly():
-        program = export(model, *call_arguments(example), known, training)
-    _inline_regions(program.graph_module)
-    for node in program.graph.nodes:
-        known.check(node.name, node.meta.get("val"))
-    return Captured(program, called, shapes)
+    return captured_call(model, *call_arguments(example), known or SizesKnown(), training)
 
 
-def export(
+def captured_call(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     known: SizesKnown,
     training: Set[nn.Module] = frozenset(),
-) -> torch.export.ExportedProgram:
-    """torch.export in eval mode, which is stopped as soon as a size is not known. It prints half a graph then.
+) -> Captured:
+    """What torch.export captures in eval mode. It is stopped as soon as a size is not known, and prints nothing.
 
     What modules have written out before would be constants of the graph, and what they write out now is of no use.
     """
     start_autograd()
     with ExitStack() as stack:
-        quiet = redirect_stderr(StringIO())
-        for context in (forgetting_caches(model), eval_mode(model), torch.no_grad(), seeded(), known, quiet):
+        called, shapes = stack.enter_context(recording_calls(model))
+        quiet = (_plainly(), torch.no_grad(), redirect_stderr(StringIO()))
+        for context in (*quiet, forgetting_caches(model), eval_mode(model), seeded(), known):
             stack.enter_context(context)
         stack.enter_context(returning_plain_outputs(model))
         stack.enter_context(_leaving_nothing(model))
         for module in training:
             module.training = True
-        return torch.export.export(model, args, kwargs, strict=False)
+        program = torch.export.export(model, args, kwargs, strict=False)
+    _inline_regions(program.graph_module)
+    for node in program.graph.nodes:
+        known.check(node.name, node.meta.get("val"))
+    return Captured(program, called, shapes)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -26,7 +26,7 @@ from hap.execution.calling import call_arguments
 from hap.execution.fast_copy import copy_with
 from hap.execution.input_checks import check_given
 from hap.execution.sampled_convolution import SampledConvolutions
-from hap.graph.capture import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
+from hap.graph.capture import Captured, SizesKnown, capture, captured, captured_call, check_runs, running_modules
 from hap.utils.module_tree import named_tensors, takes_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -212,22 +212,42 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-class _Choices(TorchDispatchMode):
-    """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it.
+class _Run(TorchDispatchMode):
+    """A run of a model that notes what every submodule with parameters is called with, and which modules choose: run an
+    operator whose result is as long as values tell, which no graph with fixed sizes has.
 
-    `last`: no module may be called after such a choice.
+    `versions` are those of the tensors noted without `copying`. `last`: no module may be called after a choice.
     """
 
-    def __init__(self, last: bool = False) -> None:
+    def __init__(self, copying: bool, last: bool) -> None:
         super().__init__()
-        self.last = last
+        self.copying, self.last = copying, last
+        self.calls: list[Noted] = []
         self.running: list[str] = []
         self.choosing: set[str] = set()
+        self.versions: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags and (func is not INDEX or _by_mask(args[1])):
             self.choosing.update(self.running)
         return func(*args, **(kwargs or {}))
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.last and self.choosing:
+            raise HapError(f"{name} is called after a choice by value")
+        if name != WHOLE:
+            given = pytree.tree_map_only(Tensor, self._kept, (args, kwargs))
+            self.calls.append(Noted(name, tuple(self.running), given))
+        self.running.append(name)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running.pop()
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        if self.copying or tensor.is_inference():  # which has no version
+            return tensor.clone()
+        self.versions.append((tensor, tensor._version))
+        return tensor
 
 
 INDEX = torch.ops.aten.index.Tensor
@@ -243,13 +263,16 @@ def _calls(model: nn.Module, example: Any, last: bool = False) -> tuple[list[Not
     With `last`, a call after a choice is an error. Tensors are copied only if something writes there.
     """
     for copying in (False, True):
-        calls: list[Noted] = []
-        choices = _Choices(last)
-        with _recording(model, calls, choices, copying) as versions:
+        with _Run(copying, last) as noted, ExitStack() as stack:
+            for name, module in model.named_modules():
+                if takes_hooks(module) and (name == WHOLE or next(module.parameters(), None) is not None):
+                    enter = partial(noted.enter, name)
+                    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(noted.leave).remove)
             check_runs(model, example)
-        if all(tensor._version == version for tensor, version in versions):
+        if all(tensor._version == version for tensor, version in noted.versions):
             break
-    return calls, choices.choosing
+    return noted.calls, noted.choosing
 
 
 def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
@@ -266,43 +289,10 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
         return None
 
 
-@contextmanager
-def _recording(
-    model: nn.Module, calls: list[Noted], choices: _Choices, copying: bool
-) -> Iterator[list[tuple[Tensor, int]]]:
-    """Notes calls of submodules, and which modules choose. Of tensors that are noted without copying, the versions."""
-    versions: list[tuple[Tensor, int]] = []
-
-    def kept(tensor: Tensor) -> Tensor:
-        if copying or tensor.is_inference():  # which has no version
-            return tensor.clone()
-        versions.append((tensor, tensor._version))
-        return tensor
-
-    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if choices.last and choices.choosing:
-            raise HapError(f"{name} is called after a choice by value")
-        if name != WHOLE:
-            calls.append(Noted(name, tuple(choices.running), pytree.tree_map_only(Tensor, kept, (args, kwargs))))
-        choices.running.append(name)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        choices.running.pop()
-
-    with choices, ExitStack() as stack:
-        for name, module in model.named_modules():
-            if takes_hooks(module) and (name == WHOLE or next(module.parameters(), None) is not None):
-                stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-        yield versions
-
-
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.export gives a graph of this module in which every size is known."""
-    known = SizesKnown()
     try:
-        program = export(module, args, kwargs, known)
-        known.check("the graph", [node.meta.get("val") for node in program.graph.nodes])
+        captured_call(module, args, kwargs, SizesKnown())
     except Exception:  # whatever keeps torch.export from it, its own parts are tried next
         return False
     return True
