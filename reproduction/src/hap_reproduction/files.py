@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hap.errors import HapError
-from hap.utils.atomic_files import write_atomic
 
 try:
     import fcntl
@@ -26,13 +25,6 @@ def read_record(path: Path, keys: Sequence[str], advice: str) -> dict[str, Any]:
     if missing := [key for key in keys if key not in record]:
         raise HapError(f"{path} is damaged: it has no {', '.join(missing)}; {advice}")
     return record
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a folder in which no file can be made, before the work whose outcome is to stand there."""
-    probe = folder / ".check"
-    write_atomic(probe, lambda temporary: None)
-    probe.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -55,12 +55,9 @@ class Parts(nn.Module):
 
     def __init__(self, model: nn.Module, calls: list[tuple[str, Call]]):
         super().__init__()
-        for name, child in model.named_children():
-            self.add_module(name, child)
-        for name, parameter in model.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in model.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
         self.names = [name for name, _ in calls]
         self.example = tuple(call for _, call in calls)
 

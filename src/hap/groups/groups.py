@@ -14,15 +14,13 @@ from hap.errors import Argument, HapError
 from hap.groups.drawing import to_svg
 from hap.groups.types import (
     Bools,
+    Change,
     ConvGeometry,
     Frozen,
     Group,
     HeadSpace,
-    InputSelection,
     Ints,
-    OutputScatter,
     Rewiring,
-    SizeAttribute,
     TracedCosts,
     Traits,
     relabelled,
@@ -120,7 +118,7 @@ class Groups(Mapping[str, Group]):
             rewiring=Rewiring(*(tuple(x for x in some if outside(x.module)) for some in vars(self.rewiring).values())),
         )
 
-    def with_rewiring(self, **more: Iterable[SizeAttribute | InputSelection | OutputScatter]) -> Groups:
+    def with_rewiring(self, **more: Iterable[Change]) -> Groups:
         """A copy with more to change around the layers when units go, named by the fields of `Rewiring`."""
         both: dict[str, Any] = {kind: (*getattr(self.rewiring, kind), *changes) for kind, changes in more.items()}
         return replace(self, rewiring=replace(self.rewiring, **both))

@@ -143,6 +143,9 @@ class InputSelection:
     inside: str | None = None
 
 
+Change = SizeAttribute | InputSelection | OutputScatter
+
+
 @dataclass(frozen=True)
 class HeadSlice:
     """What a head owns of a layer: `width` indices from `start` on, on axis `dim` of `weight` and of its `bias`."""

@@ -45,6 +45,13 @@ def write_text(path: str | Path, text: str) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def check_writable(folder: str | Path) -> None:
+    """Refuse a folder in which no file can be made, before the work whose outcome is to stand there."""
+    probe = Path(folder) / ".check"
+    write_atomic(probe, lambda temporary: None)
+    probe.unlink(missing_ok=True)
+
+
 def digest(path: str | Path) -> str:
     """The SHA-256 of a file's content."""
     try:

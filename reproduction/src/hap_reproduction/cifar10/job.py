@@ -13,8 +13,8 @@ import torch
 import hap
 from hap.errors import HapError
 from hap.training.recipes import Recipe
+from hap.utils.atomic_files import check_writable
 from hap_reproduction.cifar10.starting import IMAGES, BorrowedStep, Step
-from hap_reproduction.files import check_writable
 
 Say = Callable[[str], None]
 KIND = "hap-cifar10"
