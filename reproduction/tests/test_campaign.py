@@ -18,7 +18,7 @@ import hap
 from hap.cli import app
 from hap.data import Data, Split
 from hap.io.checkpoint import load, read, save
-from hap.utils.atomic_files import digest, locked, write_json
+from hap.utils.atomic_files import digest, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import new_network
 from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting, training
@@ -28,6 +28,7 @@ from hap_reproduction.cifar10.jobs import headline_networks, load_data
 from hap_reproduction.cifar10.jobs import jobs as cifar10_jobs
 from hap_reproduction.cifar10.sensitivity import Study
 from hap_reproduction.cifar10.starting import BorrowedStep, EigenStep, open_started
+from hap_reproduction.files import locked
 
 ROOT = Path(__file__).parents[2]
 

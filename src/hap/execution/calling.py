@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.utils.module_tree import every_module, named_tensors, set_flags, set_mode, switched_by_flag
+from hap.utils.module_tree import named_tensors
 from hap.utils.plain_mapping import as_dict
 
 
@@ -39,8 +39,8 @@ def forgetting_caches(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    modes = [(m, m.training) for m in every_module(model)]
-    set_mode(model, training)
+    modes = [(m, m.training) for m in model.modules()]
+    model.train(training)
     try:
         yield
     finally:
@@ -49,9 +49,6 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
     """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
-    if switched_by_flag(module for module, _ in modes):
-        set_flags(modes)
-        return
     for module, mode in modes:
         if module.training != mode:
             module.train(mode)

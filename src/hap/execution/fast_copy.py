@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.utils.module_tree import every_module, named_tensors, set_mode
+from hap.utils.module_tree import named_tensors
 
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, BuiltinFunctionType}
 """Types of which deepcopy returns the value itself."""
@@ -79,7 +79,7 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
 def _ids_of_model(memo: dict[int, Any]) -> Set[int]:
     """The ids of the modules and tensors of the model that is copied."""
     if isinstance(model := memo.get(MODEL), nn.Module):
-        memo[MODEL] = frozenset(map(id, (*every_module(model), *named_tensors(model).values())))
+        memo[MODEL] = frozenset(map(id, (*model.modules(), *named_tensors(model).values())))
     return memo.get(MODEL, frozenset())
 
 
@@ -128,8 +128,8 @@ def copy_with(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
             memo.setdefault(id(tensor), tensor)
     made = cast(nn.Module, deepcopied(model, memo))
     if changed:
-        set_mode(made, training=True)  # to forget what was written out for evaluation; whoever runs a copy evaluates it
-    if shared := set(map(id, every_module(model))) & set(map(id, every_module(made))):
+        made.train()  # to forget what was written out for evaluation; whoever runs a copy evaluates it
+    if shared := set(map(id, model.modules())) & set(map(id, made.modules())):
         name = next(n for n, m in model.named_modules() if id(m) in shared)
         raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")
     return made

@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hap.graph.index import GraphIndex
-from hap.graph.same_modules import same_modules
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, Ints, SizeAttribute
 from hap.trials.attribute_reads import SETTINGS
+from hap.utils.module_tree import same_modules
 
 ClassesOf = Callable[[fx.Node], Ints | None]
 """The class of each position of a node's result, with size 1 along axes where it does not vary; None if unknown."""
@@ -67,7 +67,7 @@ def find_repeats(
     """Blocks that repeat an earlier one, the outermost of those that do. Streams of branches are tried in full.
 
     `classes` says to which class each position of a node's result belongs. `shapes` counts the calls of modules that
-    return a tensor just like their first argument: see `call_shapes`.
+    return a tensor just like their first argument: see `hap.graph.capture.Captured`.
     """
     if len(groups.feeds):
         return Repeats()

@@ -19,7 +19,7 @@ from hap.errors import HapError
 from hap.io.checkpoint import load, read, save
 from hap.planning.plan import Plan
 from hap.training import evaluate
-from hap.utils.atomic_files import digest, locked, write_json
+from hap.utils.atomic_files import digest, write_json
 from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10 import batches
@@ -30,6 +30,7 @@ from hap_reproduction.cifar10.stacking import train_stacked
 from hap_reproduction.cifar10.starting import ScoreCache, describe, open_started, prune
 from hap_reproduction.cifar10.training import NotFinite, Together
 from hap_reproduction.cifar10.trimming import Trimmed, common_widths, trim
+from hap_reproduction.files import locked
 
 MASKED_FROM = 0.05
 """The share of FLOPs left from which a pruned network trains in a shape that others share, in which it can be one

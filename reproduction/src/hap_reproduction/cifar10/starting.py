@@ -15,11 +15,11 @@ from hap.errors import HapError
 from hap.io.checkpoint import load, read
 from hap.planning.plan import Plan
 from hap.scoring import Scores
-from hap.utils.atomic_files import read_record
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import first_images, new_network
 from hap.workflow.steps import Work, calibration
 from hap_reproduction.cifar10.eigendamage import Ranks, eigendamage_, rebuild_
+from hap_reproduction.files import read_record
 
 IMAGES = 512
 """Training images that every method is given to score on, unless its job says otherwise."""

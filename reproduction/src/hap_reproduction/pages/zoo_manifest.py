@@ -9,7 +9,8 @@ from pathlib import Path
 from hap.errors import HapError
 from hap.io.checkpoint import read
 from hap.models.pretrained import MANIFEST, Entry
-from hap.utils.atomic_files import digest, read_record, write_json
+from hap.utils.atomic_files import digest, write_json
+from hap_reproduction.files import read_record
 
 RUN_AGAIN = "get it again from the repository, or delete it and run hap reproduce again"
 
