@@ -1,7 +1,5 @@
 """Steps of several networks side by side on one GPU, which networks too small to fill it then share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The application: what all commands share around their work, such as how errors are worded for who typed a command."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Any
 

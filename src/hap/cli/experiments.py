@@ -1,7 +1,5 @@
 """hap demo, hap run, hap report."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """hap eval, hap export, hap info."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Any

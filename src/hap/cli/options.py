@@ -1,7 +1,5 @@
 """Options that several commands share, each with one meaning."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

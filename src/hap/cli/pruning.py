@@ -1,7 +1,5 @@
 """hap score, hap prune."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

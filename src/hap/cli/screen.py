@@ -1,7 +1,5 @@
 """What the commands print: results as tables on stdout, progress and errors on stderr."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

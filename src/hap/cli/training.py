@@ -1,7 +1,5 @@
 """hap train, hap finetune."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Second moments of what enters a layer, gathered in one pass over calibration inputs, and what to solve with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Example inputs: how a model is called with them, or with other tensors, and how they are described in a file."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

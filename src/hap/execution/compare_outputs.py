@@ -1,7 +1,5 @@
 """Whether two models return the same on an example."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

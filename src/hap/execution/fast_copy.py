@@ -5,8 +5,6 @@ wants to be copied. Trials copy a model once for every question. Modules may als
 forward, such as the weight of torch.nn.utils.weight_norm; deepcopy refuses that while it belongs to a graph.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 from collections import OrderedDict

@@ -5,8 +5,6 @@ multiply by the small weight, and place the results among zeros. To hold a prune
 in place of what went then costs about as much as the pruned model does, not the dense one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

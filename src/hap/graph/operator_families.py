@@ -5,8 +5,6 @@ the operators of each rule from here, so there is no second list to keep. Operat
 need no row, unless they have traits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Flag, auto
 

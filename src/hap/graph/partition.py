@@ -6,8 +6,6 @@ that runs just those, each on what it was called with. The view has the same sub
 whatever prunes the view prunes the model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack

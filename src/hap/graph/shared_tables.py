@@ -3,8 +3,6 @@
 Each of those modules may lose its own heads if it picks its own part of the table as it enters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ scores = hap.score(model, heads, batches, loss, hap.JointTrace())
 plan = hap.plan(heads, scores, hap.Budget(channels=0.5))  # half of the heads of all layers together
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

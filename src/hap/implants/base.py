@@ -1,7 +1,5 @@
 """What every implant kind can do. Planning asks what it costs, surgery asks it to build the module."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from abc import ABC, abstractmethod

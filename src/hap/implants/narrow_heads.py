@@ -1,7 +1,5 @@
 """A narrower attention head in place of a whole one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The paper's implant: a 1x1 convolution in place of a k x k one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

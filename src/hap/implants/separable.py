@@ -1,7 +1,5 @@
 """A depthwise k x k convolution followed by a 1x1 one, in place of k x k channels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

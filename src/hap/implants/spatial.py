@@ -1,7 +1,5 @@
 """A k x 1 convolution to a few channels followed by a 1 x k one: low rank over space."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

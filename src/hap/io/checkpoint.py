@@ -1,7 +1,5 @@
 """save and load: one safetensors file with tensors, plan, recipe and metrics. Nothing in it can name code to run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

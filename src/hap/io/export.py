@@ -1,7 +1,5 @@
 """export: a pruned model as ONNX or as a torch.export program."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

@@ -1,7 +1,5 @@
 """Folding: a BatchNorm in eval mode is a scale and a shift per channel, which the convolution before it can take on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ They stand as checkpoints in a folder with a manifest that says of each what it 
 says so, and the checksum that it must have.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

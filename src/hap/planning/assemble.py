@@ -1,7 +1,5 @@
 """From units to keep and to implant to a plan: the cuts, implants and sizes that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

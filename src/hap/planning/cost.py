@@ -1,7 +1,5 @@
 """Cost: parameters and multiply-adds, counted on a running model and predicted for a plan. The two agree exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

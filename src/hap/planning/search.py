@@ -1,7 +1,5 @@
 """plan: from scores and a budget to a plan. Nothing here needs a model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

@@ -3,8 +3,6 @@
 Each has `check(tensors, modules)`, which raises HapError if it does not fit a model with these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

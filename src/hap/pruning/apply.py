@@ -1,7 +1,5 @@
 """apply_: carry out a plan on a model, in place, and prove by running it that nothing else changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

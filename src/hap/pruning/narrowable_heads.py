@@ -5,8 +5,6 @@ slices through theirs. Which rows belong together, and whether something in betw
 on the basis, is not read from names: other factors of the same products are put in, and the outputs must not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

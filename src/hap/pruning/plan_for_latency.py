@@ -1,7 +1,5 @@
 """plan_for_latency: a plan that meets a budget of measured time. Networks are pruned, timed, and planned anew."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

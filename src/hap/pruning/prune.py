@@ -1,7 +1,5 @@
 """prune_: trace, score, plan and apply in one call."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """plan_blocks and prune_blocks_: budgets on the heads and the MLP neurons of a transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

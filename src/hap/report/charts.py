@@ -1,7 +1,5 @@
 """The charts: each takes records and gives a figure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

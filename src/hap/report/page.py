@@ -1,7 +1,5 @@
 """The page: records -> charts and tables -> one HTML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How charts look: one palette, drawn once and shown in light and dark by the page's colours."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator

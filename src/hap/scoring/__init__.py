@@ -9,8 +9,6 @@ that of `hessian_operator.py`) or from backward passes for each output (`gauss_n
 Import from here `score`, the criteria and what one of your own needs; not from further down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar

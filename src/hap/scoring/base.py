@@ -3,8 +3,6 @@
 And what a batch and a loss are, and what is refused of them before a criterion goes to work.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping

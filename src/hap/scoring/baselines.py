@@ -1,7 +1,5 @@
 """Baselines: from the weights alone, from gradients, and from the diagonal of the curvature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What derivatives of a model are taken with: BatchNorm as one multiply-add, several vectors in one pass, and taps."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

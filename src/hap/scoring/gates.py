@@ -1,7 +1,5 @@
 """Criteria that look at gates: factors, 1 as the network stands, on what units hand on. With 0 the unit is gone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """The Hessian of the loss in the weights as a linear operator, without writing to the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 

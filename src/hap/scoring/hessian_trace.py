@@ -4,8 +4,6 @@ The rise of the loss when the weights w_p of a unit go is 1/2 w_p^T H_pp w_p to 
 directions of w_p in its place, trace(H_pp) / (2 |p|) * ||w_p||^2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -13,8 +13,6 @@ holds for every P. The first three terms are known once H has been applied to th
 needs probes (Hutch++, Meyer et al. 2021, here for the traces of many blocks at once).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """How much memory scoring may use, how much a graph holds, and going on in smaller pieces when it runs out."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Iterator

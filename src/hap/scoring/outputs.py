@@ -4,8 +4,6 @@ Exact traces take one backward pass per vector; random combinations of the vecto
 B as their second moment and give unbiased estimates from a few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

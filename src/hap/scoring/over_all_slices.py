@@ -1,7 +1,5 @@
 """One score for all slices of a unit: what a head's query, key, value and output say together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

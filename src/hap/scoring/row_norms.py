@@ -7,8 +7,6 @@ layers of their own side by side. Patches are made when they are needed, for som
 once: kept, those of a 3x3 kernel would be nine times the input.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Criteria that look at each sample by itself: the first axis must be that of the samples, in inputs and in layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """What a plan adds to modules: implants beside convolutions, zeros around branches and heads, parts of tables."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

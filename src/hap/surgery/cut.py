@@ -1,7 +1,5 @@
 """Cut the tensors of a model as a plan says, and make all else follow: attributes, implants, what stands around."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotating heads: other factors of the same products, with the leading singular directions first."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """From labels to `Groups`: classes, units by the weights that compute them, and all that planning and surgery ask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 What rules find out beside labels is kept by subject: costs, norms, wiring, and which layer feeds what.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -3,8 +3,6 @@
 A label tensor has one integer per position of an activation, with size 1 along axes where labels do not vary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

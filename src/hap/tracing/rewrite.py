@@ -5,8 +5,6 @@ place: no attribute of its modules tells it. The graph that torch.export capture
 which number in it counts what.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 find out what no graph tells: which groups a forward can do without, and which attributes of modules have to follow.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

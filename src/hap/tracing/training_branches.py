@@ -5,8 +5,6 @@ of the graph reads tell that there may be one, and a run in training whether the
 captured too, so that the branch is cut with what it reads, and a pruned copy is run in training to see.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass

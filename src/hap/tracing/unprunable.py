@@ -4,8 +4,6 @@ Not counted are what a model gives out, such as the classes of a classifier; the
 for; what is left alone as asked; and what the example does not reach, or training alone does.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import fx
 

@@ -5,8 +5,6 @@ are from a place that all layers have in common. The layers around them still ca
 it zeros take its place, and those that read it skip them. What happens in between is as it was, and costs as much.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

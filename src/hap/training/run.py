@@ -1,7 +1,5 @@
 """A network in training: the buffers that one step reads and writes, the step itself, its state, and its history."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

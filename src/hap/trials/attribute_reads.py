@@ -1,7 +1,5 @@
 """Note which attributes of a model's modules are read while a copy of the model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any

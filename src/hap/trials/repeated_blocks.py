@@ -7,8 +7,6 @@ into them from outside, nothing is left that could tell them apart; otherwise a 
 Whoever relies on that still runs all of them when the pruned model is checked: a wrong guess is refused there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 `reasons` puts what was seen in all rounds into words that `print(groups)` shows.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What is asked of a model's modules: the tensors they hold, whether two of them are equal, whether they take hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Constant inputs, and weights that are almost zero, hide whatever comes before them or what they are made of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

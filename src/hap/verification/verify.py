@@ -1,7 +1,5 @@
 """The executed check: whether a pruned model does on an example what its plan says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

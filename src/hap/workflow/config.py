@@ -1,7 +1,5 @@
 """What an experiment is made of, and how it is read from TOML. Everything is checked before any work begins."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import tomllib

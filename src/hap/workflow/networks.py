@@ -1,7 +1,5 @@
 """Networks and data as the command line and experiments name them: by zoo name, factory, checkpoint or folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Carrying out an experiment, step by step. A finished step leaves files and is not done again."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The steps between checkpoints, shared by the commands and by experiments: score and prune."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """Networks that train side by side, as their state on disk knows them, so that it is found again whatever is asked for
 next."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Sequence

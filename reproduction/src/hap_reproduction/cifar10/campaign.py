@@ -1,7 +1,5 @@
 """Many training runs as jobs: started from files, trained side by side on one device, resumed, recorded one by one."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time

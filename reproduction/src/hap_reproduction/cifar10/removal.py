@@ -1,7 +1,5 @@
 """What scores are worth before any fine-tuning: beside the loss without each single unit, and in pruned networks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

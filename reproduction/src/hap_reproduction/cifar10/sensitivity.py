@@ -1,7 +1,5 @@
 """The paper's figures about the scores themselves: how probes settle, what is kept, and how long scoring takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

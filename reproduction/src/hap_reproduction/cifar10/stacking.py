@@ -5,8 +5,6 @@ tensor of a stack is those of its models one after another along dimension 0, so
 models stay what they are, and see their weights change.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """How a job's network comes about before it is trained: fresh, or pruned from a dense one in one of three ways."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

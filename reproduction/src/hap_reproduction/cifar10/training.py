@@ -4,8 +4,6 @@ The loop is that of `hap.training.loop` for a list of runs. On CUDA the steps of
 branches of one graph, so that networks too small to fill the device share it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack

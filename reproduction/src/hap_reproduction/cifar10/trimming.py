@@ -6,8 +6,6 @@ living units and as many dead ones as it takes to reach a width that all of them
 a sum of branches stays whole, since each network has other units there.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

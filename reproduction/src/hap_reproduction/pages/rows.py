@@ -1,7 +1,5 @@
 """Jobs and what they left, put together over their seeds: what the page of results is made of."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The manifest of the zoo: what each trained network is, how well it does, and which result file says so."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules for operators that work element by element: operands share labels position by position."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rules for operators that look up or pick: fine along axes that are not cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

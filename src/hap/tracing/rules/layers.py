@@ -1,7 +1,5 @@
 """Rules for linear layers and convolutions: they tie what a weight reads and hand out what it computes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

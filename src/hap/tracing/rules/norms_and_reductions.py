@@ -3,8 +3,6 @@
 Normalisations tie the vectors that scale and shift, and some average over what would be cut.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, fx, nn

@@ -3,8 +3,6 @@
 Each is seen as an einsum: letters name the axes. One operand may be a weight that a forward multiplies in itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from string import ascii_letters, ascii_lowercase

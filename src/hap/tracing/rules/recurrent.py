@@ -5,8 +5,6 @@ reads it, and a feature of the outputs and states. All layers and directions of 
 unit j goes from all of them. With its parameters at zero a unit starts at zero and stays there.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

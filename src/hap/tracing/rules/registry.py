@@ -5,8 +5,6 @@ the result, of size 1 along every axis where labels do not vary (a list of such 
 Operators without a rule freeze what they touch. To teach HAP a new operator: `hap.rules.RULES["myops::op"] = rule`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

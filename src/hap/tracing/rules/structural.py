@@ -1,7 +1,5 @@
 """Rules for operators that move elements without computing: they run on the labels themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
