@@ -22,7 +22,7 @@ from hap.data import Data, Split
 from hap.data import load as load_data
 from hap.errors import HapError
 from hap.io.checkpoint import load, read, save
-from hap.training import evaluate, recipes, train_many
+from hap.training import evaluate, recipes, train
 from hap.training.recipes import Recipe
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
@@ -80,7 +80,7 @@ def train_dense(data: Data, path: Path, epochs: int) -> Path:
     """A dense network that has seen none of the images to judge by."""
     model = new_network("resnet56", data.classes, 0).to(data.train.images.device)
     recipe = replace(recipes.get("best-pretrain"), epochs=epochs, eval_every=epochs)
-    train_many([model], data, [recipe], progress=False)
+    train(model, data, recipe, progress=False)
     about = {
         "trained_on": len(data.train),
         "held": len(data.test),
@@ -108,7 +108,6 @@ def compare(choices: list[Choice], dense: Path, data: Data, images: int, compile
         [recipe for _, recipe in choices],
         teachers=[teacher] * len(choices),
         masks=[masks for _, masks in made],
-        progress=False,
         stack=len(choices),
         compiled=compiled,
     )

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from hap.io.checkpoint import load, read
-from hap.utils.atomic_files import read_record, write_json
+from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10.job import Folders, Job
 from hap_reproduction.cifar10.jobs import jobs
+from hap_reproduction.files import read_record
 
 FOLDERS = Folders(Path("results/cifar10"), Path("zoo"), Path("runs/cifar10"))
 OUT = FOLDERS.results / "implants-from-zero.json"

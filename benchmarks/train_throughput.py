@@ -117,7 +117,6 @@ def row(
         part,
         recipes,
         masks=[k for _, k in made],
-        progress=False,
         stack=STACK if form in STACKED else 1,
         compiled=compiled,
     )

@@ -18,17 +18,17 @@ import hap
 from hap.cli import app
 from hap.data import Data, Split
 from hap.io.checkpoint import load, read, save
-from hap.training import loop
-from hap.utils.atomic_files import digest, locked, write_json
+from hap.utils.atomic_files import digest, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import new_network
-from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting
+from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting, training
 from hap_reproduction.cifar10.campaign import SideBySide, prepare, work_off
 from hap_reproduction.cifar10.job import Folders, Job, estimate, pending, select, status
 from hap_reproduction.cifar10.jobs import headline_networks, load_data
 from hap_reproduction.cifar10.jobs import jobs as cifar10_jobs
 from hap_reproduction.cifar10.sensitivity import Study
 from hap_reproduction.cifar10.starting import BorrowedStep, EigenStep, open_started
+from hap_reproduction.files import locked
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +78,7 @@ def test_the_run_whose_loss_is_not_finite_is_named_and_the_others_go_on_without_
     first, second = (
         replace(job, name=f"seed{i}", recipe=replace(job.recipe, seed=i)) for i, job in enumerate([make_jobs()[0]] * 2)
     )
-    check, epochs = loop._check_finite, []
+    check, epochs = training._check_finite, []
 
     def broken(runs: list[Any], epoch: int) -> None:
         epochs.append(epoch)
@@ -86,7 +86,7 @@ def test_the_run_whose_loss_is_not_finite_is_named_and_the_others_go_on_without_
             runs[1].loss_sum.fill_(float("nan"))
         check(runs, epoch)
 
-    monkeypatch.setattr(loop, "_check_finite", broken)
+    monkeypatch.setattr(training, "_check_finite", broken)
     with pytest.raises(hap.HapError, match=r"seed1: the training loss of model 1 is nan in epoch 2.*leaves it out"):
         work_off([first, second], data, folders, say=quiet)
     assert not folders.result("seed0").exists()
@@ -174,8 +174,8 @@ def test_budgets_that_rank_by_the_same_scores_score_once_and_others_anew(
     for job in jobs:
         prepare([job], data, alone, quiet)
     times: list[str] = []
-    score = starting.score_step
-    monkeypatch.setattr(starting, "score_step", lambda *a: times.append("") or score(*a))
+    score = starting.Work.score
+    monkeypatch.setattr(starting.Work, "score", lambda work: times.append("") or score(work))
     prepare(jobs, data, folders, quiet)
     assert len(times) == 2
     for job in jobs:
@@ -369,8 +369,8 @@ def undisturbed(folders: Folders, data: Data, jobs: Sequence[Job]) -> list[list[
 def count_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets, for each epoch of training from now on, how many networks take part in it."""
     trained: list[int] = []
-    run_epoch = loop._run_epoch
-    monkeypatch.setattr(loop, "_run_epoch", lambda runs, *a: trained.append(len(runs)) or run_epoch(runs, *a))
+    run_epoch = training._run_epoch
+    monkeypatch.setattr(training, "_run_epoch", lambda runs, *a: trained.append(len(runs)) or run_epoch(runs, *a))
     return trained
 
 

@@ -15,8 +15,8 @@ import hap
 from cases import CASES
 from checks import gap, random_plan, run, traced
 from hap.data import Data, Split
-from hap.training import train_many
 from hap_reproduction.cifar10.masking import dense_form, pruned_form, trains_alike
+from hap_reproduction.cifar10.training import train_many
 
 
 def steps(model: nn.Module, batches: list[Tensor], masks: dict[str, Tensor]) -> None:
@@ -109,26 +109,26 @@ def small_pair() -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
 def test_train_many_holds_masks_and_resumes(data: Data, tmp_path: Path) -> None:
     recipe = hap.Recipe(3, batch=16, lr=0.02, ema=0.9, nesterov=True)
     pruned, masked, masks = small_pair()
-    histories = train_many([pruned, masked], data, [recipe, recipe], masks=[None, masks], progress=False)
+    histories = train_many([pruned, masked], data, [recipe, recipe], masks=[None, masks])
     assert histories[1].loss == pytest.approx(histories[0].loss, rel=1e-4)
     assert all(not masked.get_parameter(name)[mask == 0].any() for name, mask in masks.items())
     _, other, _ = small_pair()
     for _ in range(recipe.epochs):
-        again = train_many([other], data, [recipe], masks=[masks], checkpoint_dir=tmp_path, seconds=0.0, progress=False)
+        again = train_many([other], data, [recipe], masks=[masks], checkpoint_dir=tmp_path, seconds=0.0)
     assert again[0].loss == histories[1].loss
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), masked.parameters(), strict=True))
     for wrong in (None, {name: torch.ones_like(mask) for name, mask in masks.items()}):
         with pytest.raises(hap.HapError, match="networks pruned in another way"):
-            train_many([other], data, [recipe], masks=[wrong], checkpoint_dir=tmp_path, progress=False)
+            train_many([other], data, [recipe], masks=[wrong], checkpoint_dir=tmp_path)
 
 
 def test_masks_that_do_not_fit_are_refused(data: Data) -> None:
     _, masked, masks = small_pair()
     recipe = hap.Recipe(1, batch=16)
     with pytest.raises(hap.HapError, match="1 models and 2 masks"):
-        train_many([masked], data, [recipe], masks=[masks, None], progress=False)
+        train_many([masked], data, [recipe], masks=[masks, None])
     with pytest.raises(hap.HapError, match=r"mask of head\.weight has shape \(2,\): expected \(5, 8\)"):
-        train_many([masked], data, [recipe], masks=[{"head.weight": torch.ones(2)}], progress=False)
+        train_many([masked], data, [recipe], masks=[{"head.weight": torch.ones(2)}])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -136,6 +136,6 @@ def test_masks_that_do_not_fit_are_refused(data: Data) -> None:
 def test_recorded_steps_hold_masks_on_cuda(data: Data, precision: str) -> None:
     recipe = hap.Recipe(4, batch=8, lr=0.02, ema=0.9, precision=precision)
     pruned, masked, masks = small_pair()
-    histories = train_many([pruned.cuda(), masked.cuda()], data, [recipe, recipe], masks=[None, masks], progress=False)
+    histories = train_many([pruned.cuda(), masked.cuda()], data, [recipe, recipe], masks=[None, masks])
     assert histories[1].loss == pytest.approx(histories[0].loss, rel=0.05)
     assert all(not masked.get_parameter(name)[mask.cuda() == 0].any() for name, mask in masks.items())

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from hap import models
 from hap.data import Data, Split
 from hap.errors import HapError
-from hap.training import History, train_many
 from hap.training.recipes import Recipe
 from hap_reproduction.cifar10 import stacking
 from hap_reproduction.cifar10.stacking import stack, train_stacked
+from hap_reproduction.cifar10.training import Together, train_many
 
 RECIPE = Recipe(3, batch=16, lr=0.02, warmup=0.1, eval_every=3)
 RECIPES = [RECIPE, replace(RECIPE, seed=1)]
@@ -72,8 +72,8 @@ def test_stacked_training_is_the_same_as_alone(noise: Data, most: int) -> None:
     teachers = [Small(9), Small(9), Small(8)]
     masks = [masks_of(0), None, masks_of(1)]
     alone, stacked = ([Small(seed) for seed in range(3)] for _ in range(2))
-    expected = train_many(alone, noise, recipes, teachers=teachers, masks=masks, progress=False)
-    found = train_stacked(stacked, noise, recipes, teachers=teachers, masks=masks, stack=most, progress=False)
+    expected = train_many(alone, noise, recipes, teachers=teachers, masks=masks)
+    found = train_stacked(stacked, noise, recipes, teachers=teachers, masks=masks, stack=most)
     for one, other, history, same in zip(alone, stacked, expected, found, strict=True):
         assert same.loss == pytest.approx(history.loss, rel=1e-4)
         assert same.accuracy == pytest.approx(history.accuracy, abs=0.03)
@@ -84,7 +84,7 @@ def test_stacked_training_is_the_same_as_alone(noise: Data, most: int) -> None:
 
 def test_models_have_tensors_of_their_own_after_training(noise: Data) -> None:
     networks = [Small(seed) for seed in range(2)]
-    train_stacked(networks, noise, [RECIPE, replace(RECIPE, seed=1)], stack=2, progress=False)
+    train_stacked(networks, noise, [RECIPE, replace(RECIPE, seed=1)], stack=2)
     before = {name: t.clone() for name, t in networks[1].state_dict().items()}
     storages = [t.untyped_storage() for network in networks for t in network.state_dict().values()]
     assert len({s.data_ptr() for s in storages}) == len(storages)
@@ -99,11 +99,9 @@ def test_a_stack_resumes_where_it_stopped(noise: Data, tmp_path: Path) -> None:
     recipes = [replace(RECIPE, seed=seed, ema=0.9) for seed in range(2)]
     whole, parts = ([Small(seed) for seed in range(2)] for _ in range(2))
     masks = [masks_of(0), masks_of(1)]
-    complete = train_stacked(whole, noise, recipes, masks=masks, stack=2, progress=False)
+    complete = train_stacked(whole, noise, recipes, masks=masks, stack=2)
     for epochs in (1, 2, 3):
-        found = train_stacked(
-            parts, noise, recipes, masks=masks, stack=2, checkpoint_dir=tmp_path, seconds=0.0, progress=False
-        )
+        found = train_stacked(parts, noise, recipes, masks=masks, stack=2, checkpoint_dir=tmp_path, seconds=0.0)
         assert [history.epochs for history in found] == [epochs, epochs]
     assert [h.loss for h in found] == [h.loss for h in complete]
     for one, other in zip(whole, parts, strict=True):
@@ -118,8 +116,8 @@ def pair(change: Callable[[list[Small]], object] | None = None, **how: object) -
     return networks
 
 
-def stacked(networks: list[nn.Module], data: Data, most: int = 2) -> list[History]:
-    return train_stacked(networks, data, RECIPES, stack=most, progress=False)
+def stacked(networks: list[nn.Module], data: Data, most: int = 2) -> list[Together]:
+    return train_stacked(networks, data, RECIPES, stack=most)
 
 
 def run_steps(network: nn.Module, steps: int) -> None:
@@ -138,7 +136,7 @@ def test_what_differs_is_not_stacked(noise: Data) -> None:
     prelu = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.PReLU(5), nn.AdaptiveAvgPool2d(1), nn.Flatten()) for _ in range(2)]
     networks = [*prelu, Small(0), Small(1), Small(2)]
     recipes = [RECIPE] * 4 + [replace(RECIPE, lr=0.01)]
-    histories = train_stacked(networks, noise, recipes, stack=8, progress=False)
+    histories = train_stacked(networks, noise, recipes, stack=8)
     assert [history.stack for history in histories] == [1, 1, 2, 2, 1]
     assert all(history.epochs == 3 for history in histories)
 
@@ -239,7 +237,7 @@ def assert_own_tensors(networks: list[Small]) -> None:
 def test_models_have_tensors_of_their_own_when_another_stack_is_refused(noise: Data) -> None:
     networks = [*pair(), *pair(shuffle="always")]
     with pytest.raises(HapError, match="does not compute the same"):
-        train_stacked(networks, noise, RECIPES * 2, stack=2, progress=False)
+        train_stacked(networks, noise, RECIPES * 2, stack=2)
     assert_own_tensors(networks)
 
 
@@ -272,7 +270,7 @@ def test_gradients_from_before_are_no_part_of_training(noise: Data, most: int) -
 def test_histories_tell_what_was_stacked_and_compiled(noise: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacking, "_compiled", lambda network: network)
     networks = [Small(seed) for seed in range(5)]
-    found = train_stacked(networks, noise, [RECIPE] * 5, stack=2, compiled=True, progress=False)
+    found = train_stacked(networks, noise, [RECIPE] * 5, stack=2, compiled=True)
     assert [(h.stack, h.compiled) for h in found] == [(2, True)] * 4 + [(1, False)]
 
 
@@ -281,7 +279,7 @@ def test_histories_tell_what_was_stacked_and_compiled(noise: Data, monkeypatch: 
 def test_stacks_agree_with_plain_steps_on_cuda(noise: Data, compiled: bool) -> None:
     recipes = [replace(RECIPE, seed=seed) for seed in range(2)]
     plain, stacked = ([Small(seed).cuda() for seed in range(2)] for _ in range(2))
-    expected = train_many(plain, noise, recipes, graphs=False, progress=False)
-    found = train_stacked(stacked, noise, recipes, stack=2, compiled=compiled, progress=False)
+    expected = train_many(plain, noise, recipes, graphs=False)
+    found = train_stacked(stacked, noise, recipes, stack=2, compiled=compiled)
     for history, same in zip(expected, found, strict=True):
         assert same.loss == pytest.approx(history.loss, rel=1e-2)

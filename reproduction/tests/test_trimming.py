@@ -14,9 +14,9 @@ from cases import CASES
 from checks import gap, random_plan, run, traced
 from hap.data import Data, Split
 from hap.planning.plan import Plan
-from hap.training import train_many
 from hap_reproduction.cifar10.masking import dense_form, pruned_form
 from hap_reproduction.cifar10.stacking import train_stacked
+from hap_reproduction.cifar10.training import train_many
 from hap_reproduction.cifar10.trimming import MULTIPLE, Trimmed, common_widths, trim
 
 CLASSES = 5
@@ -102,10 +102,10 @@ def test_they_train_as_one_network() -> None:
     alone = [copy.deepcopy(one.model) for one in found]
     recipes = [hap.Recipe(2, batch=16, lr=0.02, seed=seed) for seed in range(2)]
     masks = [one.masks for one in found]
-    together = train_stacked([one.model for one in found], data, recipes, masks=masks, progress=False, stack=2)
+    together = train_stacked([one.model for one in found], data, recipes, masks=masks, stack=2)
     assert [history.stack for history in together] == [2, 2]
     for model, recipe, mask, history in zip(alone, recipes, masks, together, strict=True):
-        [expected] = train_many([model], data, [recipe], masks=[mask], progress=False)
+        [expected] = train_many([model], data, [recipe], masks=[mask])
         assert history.loss == pytest.approx(expected.loss, rel=1e-4)
 
 

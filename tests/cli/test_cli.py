@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hap
 from hap.cli import app
-from hap.training.report import Report
+from hap.training.loop import Report
 from hap.workflow.config import read_config
 from hap.workflow.run import remove_results
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hap
 from cases import CASES, images
 from checks import assert_unchanged, random_plan, random_scores, run, same, snapshot, traced
-from hap.cli.wording import in_words_of
+from hap.cli.app import in_words_of
 
 
 def calibration() -> list[Any]:

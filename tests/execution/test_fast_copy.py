@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from hap.execution.fast_copy import LARGE, deepcopied, finish_clones, lazy_clone
+from hap.execution.fast_copy import deepcopied
 
 
 class Odd(nn.Module):
@@ -92,25 +92,3 @@ def test_what_belongs_to_a_graph_is_copied_without_it() -> None:
     made = deepcopied(model, {})
     assert torch.equal(made[0].weight, model[0].weight) and made[0].weight.is_leaf
     assert torch.equal(made(x), wanted) and made[0].weight.grad_fn is not None
-
-
-@pytest.mark.parametrize("count", [3, LARGE // 4])
-def test_neither_a_clone_nor_its_original_sees_what_is_written_to_the_other(count: int) -> None:
-    tensor = torch.ones(count)
-    clones = [nn.Parameter(lazy_clone(tensor)) for _ in range(3)]
-    clones[0].data.add_(1)
-    clones[1].detach().numpy()[0] = 5
-    tensor.mul_(3)
-    assert [float(x[0]) for x in (tensor, *clones)] == [3, 2, 5, 1]
-    finish_clones([tensor])
-    assert (tensor == 3).all() and (clones[2] == 1).all()
-
-
-def test_a_large_clone_that_nobody_writes_to_takes_no_memory() -> None:
-    tensor = torch.ones(LARGE // 4)
-    clone = lazy_clone(tensor)
-    held = torch._C._is_cow_tensor(tensor) and torch._C._is_cow_tensor(clone)  # type: ignore[attr-defined]
-    assert held == hasattr(torch, "_lazy_clone") and not torch._C._is_cow_tensor(lazy_clone(tensor[:3]))  # type: ignore[attr-defined]
-    del clone
-    finish_clones([tensor])
-    assert not torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hap.scoring.deflation import Deflated
 from hap.scoring.hessian_operator import Tensors, Term, multiply
-from hap.scoring.hutchinson import diagonal_estimates, signs
+from hap.scoring.hutchinson import Deflated, diagonal_estimates, signs
 
 WEIGHTS = {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(4, dtype=torch.float64)}
 

@@ -12,8 +12,7 @@ import hap
 from cases import CASES
 from checks import traced
 from hap.scoring import gauss_newton, hessian_operator, memory_chunks
-from hap.scoring.base import ScoringContext
-from hap.scoring.batch import samples
+from hap.scoring.base import ScoringContext, samples
 from hap.scoring.memory_chunks import Pieces, held_by_graph
 
 ONE = {

@@ -14,7 +14,7 @@ import exact
 import hap
 from cases import CASES, Net, conv, conv_bn_relu, images, pooled, randomise
 from checks import assert_unchanged, random_plan, snapshot, traced
-from hap.scoring.affine import affine_norms
+from hap.scoring.derivatives import affine_norms
 
 SIZES = (3, 5, 2)  # batches of unequal size
 LOSSES = {

@@ -25,7 +25,7 @@ from hap.graph.capture import capture
 from hap.graph.index import GraphIndex
 from hap.tracing.context import RuleContext
 from hap.tracing.rules.structural import _reshaped
-from hap.tracing.walk import walk
+from hap.tracing.trace import walk
 from hap.trials import removal_rounds, run_round
 from hap.verification import comparison, verify
 

@@ -1,11 +1,12 @@
-"""Quick walks find what torch's own do."""
+"""Tensors go by all their names, and equal modules are told from others."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from hap.utils.module_tree import every_module, named_tensors, set_mode
+from hap.execution.calling import eval_mode
+from hap.utils.module_tree import named_tensors, same_modules
 
 
 class Telling(nn.Linear):
@@ -26,20 +27,29 @@ def shared() -> nn.Module:
     return model
 
 
-def test_walks_find_the_same_in_the_same_order() -> None:
+def test_tensors_are_found_under_all_their_names() -> None:
     model = shared()
-    assert list(map(id, every_module(model))) == list(map(id, model.modules()))
+    found = named_tensors(model)
+    assert found["0.0.weight"] is found["1.weight"] is found["2.0.0.weight"]
+    assert found["0.1.running_mean"] is found["2.0.1.running_mean"]
     wanted = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    assert [(n, id(t)) for n, t in named_tensors(model).items()] == [(n, id(t)) for n, t in wanted]
+    assert [(n, id(t)) for n, t in found.items()] == [(n, id(t)) for n, t in wanted]
 
 
 def test_a_mode_reaches_all_modules_and_those_with_a_way_of_their_own() -> None:
     plain, telling = shared(), nn.Sequential(nn.Dropout(), Telling(2, 2))
-    for mode in (False, True):
-        for model in (plain, telling):
-            set_mode(model, mode)
-            assert all(module.training is mode for module in model.modules())
-        assert telling[1].told is mode
+    for model in (plain, telling):
+        with eval_mode(model):
+            assert not any(module.training for module in model.modules())
+            assert model is plain or telling[1].told is False
+        assert all(module.training for module in model.modules())
+    assert telling[1].told is True
     scripted = torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
-    set_mode(scripted, training=False)
-    assert not scripted.training
+    with eval_mode(scripted):
+        assert not scripted.training
+    assert scripted.training
+
+
+def test_modules_with_other_numbers_of_submodules_are_not_the_same() -> None:
+    short, long = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert same_modules(short, nn.Sequential(nn.Linear(2, 2))) and not same_modules(short, long)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hap
-from hap.verification.informative_inputs import informative_example
+from hap.verification.informative_values import informative_example
 
 HEADS, WIDTH = 4, 32
 

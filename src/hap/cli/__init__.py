@@ -1,8 +1,8 @@
 """The command line: `hap COMMAND`. Errors of the user are one line on stderr and exit status 2.
 
-`app` is the application, `options` the options that commands share, `screen` what is printed, `wording` how errors of
-the library are worded for who typed a command, `plugins` how other packages add commands. The commands themselves are
-in `training`, `pruning`, `inspecting` and `experiments`. Nothing imports from here; start with `pruning`.
+`app` is the application and how it words errors, `options` the options that commands share, `screen` what is printed,
+`plugins` how other packages add commands. The commands themselves are in `training`, `pruning`, `inspecting` and
+`experiments`. Nothing imports from here; start with `pruning`.
 """
 
 from hap.cli.app import app
@@ -15,19 +15,9 @@ from hap.utils import distributed
 
 __all__ = ["app", "main"]
 
-for command, name in (
-    (demo, "demo"),
-    (train, "train"),
-    (score, "score"),
-    (prune, "prune"),
-    (finetune, "finetune"),
-    (run, "run"),
-    (evaluate, "eval"),
-    (export, "export"),
-    (info, "info"),
-    (report, "report"),
-):
-    app.command(name, no_args_is_help=name in ("train", "run"))(command)
+for command in (demo, train, score, prune, finetune, run, evaluate, export, info, report):
+    name = "eval" if command is evaluate else command.__name__
+    app.command(name, no_args_is_help=command in (train, run))(command)
 add_commands(app)
 
 

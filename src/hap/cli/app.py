@@ -1,6 +1,4 @@
-"""The application: what all commands share around their work."""
-
-from __future__ import annotations
+"""The application: what all commands share around their work, such as how errors are worded for who typed a command."""
 
 import sys
 from typing import Annotated, Any
@@ -11,8 +9,7 @@ from typer.core import TyperGroup
 import hap
 from hap.cli.plugins import how_to_install
 from hap.cli.screen import error_line
-from hap.cli.wording import in_words_of
-from hap.errors import HapError
+from hap.errors import NO_VALUE, Argument, ForPython, HapError
 from hap.utils import distributed
 
 
@@ -39,13 +36,6 @@ TOGETHER = ("train", "score", "prune", "finetune", "eval")
 """Commands that several processes of torchrun carry out together."""
 
 
-def _check_together(command: str | None) -> None:
-    if distributed.processes() > 1 and command not in TOGETHER:
-        raise HapError(
-            f"hap {command} runs in one process; start it without torchrun ({', '.join(TOGETHER)} share work)"
-        )
-
-
 app = typer.Typer(
     cls=Commands,
     help="Make trained neural networks smaller and faster: Hessian-aware structured pruning with neural implants.",
@@ -70,4 +60,36 @@ def _hap(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    _check_together(ctx.invoked_subcommand)
+    if distributed.processes() > 1 and (command := ctx.invoked_subcommand) not in TOGETHER:
+        raise HapError(
+            f"hap {command} runs in one process; start it without torchrun ({', '.join(TOGETHER)} share work)"
+        )
+
+
+# ---- options instead of arguments in what the library says ---------------------------------------------------
+
+RECIPE_OPTIONS = ("epochs", "lr", "batch", "distill", "seed")
+"""The fields of a recipe that have an option of their own."""
+
+
+def in_words_of(command: str | None, error: HapError) -> str:
+    """An error for who typed `hap COMMAND`. `run` reads a file, whose keys are the arguments' own names."""
+    return "".join(_typed(piece, command == "run") for piece in error.pieces)
+
+
+def _typed(piece: Any, file: bool) -> str:
+    if isinstance(piece, ForPython):
+        return "".join(_typed(p, file) for p in piece.typed)
+    if not isinstance(piece, Argument) or _has_no_key(piece, file):
+        return str(piece)
+    name = piece.name if file else f"--{piece.name.replace('_', '-')}"
+    if piece.text or piece.value is NO_VALUE:
+        return name
+    return f"{name} = {piece.value}" if file else f"{name} {piece.value}"
+
+
+def _has_no_key(argument: Argument, file: bool) -> bool:
+    """Whether there is no option, or no key of a file, that one could name."""
+    if argument.text.startswith("recipe field"):
+        return file or argument.name not in RECIPE_OPTIONS
+    return file and argument.name == "data_root"

@@ -1,7 +1,5 @@
 """hap eval, hap export, hap info."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +9,11 @@ import typer
 from torch import nn
 
 import hap
-from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, data_for, open_network
+from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, open_network, open_with_data
 from hap.cli.screen import out as screen
 from hap.cli.screen import percent, plan_table, say, share, table, tell_written, working
 from hap.errors import HapError
+from hap.training.evaluation import device_of
 from hap.workflow.networks import checkpoint_path, example_of_checkpoint, load_data, measure_networks
 
 
@@ -36,8 +35,7 @@ def evaluate(
     """
     if split not in ("train", "test"):
         raise HapError(f"--split is {split!r}; expected train or test")
-    network, saved, spec = open_network(checkpoint, model, device)
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    network, _, _, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     with working("evaluating"):
         result = hap.evaluate(network, found, split)
         (side,) = measure_networks((network, result.accuracy), data=found)
@@ -134,7 +132,7 @@ def info(checkpoint: Saved) -> None:
 
 def where(network: nn.Module) -> str:
     """The device, in words that say how latencies are taken."""
-    device = next(iter(network.parameters())).device
+    device = device_of(network)
     return "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 

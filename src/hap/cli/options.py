@@ -1,7 +1,6 @@
 """Options that several commands share, each with one meaning."""
 
-from __future__ import annotations
-
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,8 @@ from hap.errors import HapError
 from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
 from hap.scoring import CRITERIA
-from hap.utils.atomic_files import write_atomic
+from hap.training.evaluation import device_of
+from hap.utils.atomic_files import check_writable
 from hap.workflow.networks import check_reads, data_of_checkpoint, load_data, open_checkpoint, pick_device
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
@@ -77,29 +77,22 @@ def open_network(path: Path, model: str | None, device: str | None) -> tuple[nn.
     return network.to(pick_device(device)), checkpoint, spec
 
 
-def data_for(
-    path: Path,
-    network: nn.Module,
-    checkpoint: Checkpoint,
-    spec: str,
-    data: str | None,
-    root: Path | None,
-    size: int | None,
-) -> Data:
-    """The data asked for, or the checkpoint's, on the network's device."""
+def open_with_data(
+    path: Path, model: str | None, device: str | None, data: str | None, root: Path | None, size: int | None
+) -> tuple[nn.Module, Checkpoint, str, Data]:
+    """What `open_network` gives, and the data asked for, or the checkpoint's, on the same device."""
+    network, checkpoint, spec = open_network(path, model, device)
     if size is None and isinstance(shape := checkpoint.about.get("input"), list) and shape:
         size = shape[-1]
     with working("reading the data"):
         found = load_data(data or data_of_checkpoint(checkpoint, path), spec, root, size)
-    found = found.to(next(iter(network.parameters())).device)
+    found = found.to(device_of(network))
     check_reads(network, found, spec)
-    return found
+    return network, checkpoint, spec, found
 
 
 def allow_local_modules() -> None:
     """Let --model name a module in the current folder, as python -m would."""
-    import sys
-
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
@@ -114,9 +107,7 @@ def check_out(path: Path) -> Path:
     """Refuse a place that cannot be written to before the work, not after it."""
     if path.is_dir():
         raise HapError(f"cannot write {path}: it is a folder; give a file name")
-    probe = path.with_name(f".{path.name}.check")
-    write_atomic(probe, lambda temporary: None)
-    probe.unlink(missing_ok=True)
+    check_writable(path.parent)
     return path
 
 

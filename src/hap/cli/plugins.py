@@ -6,8 +6,6 @@ A package names them in its pyproject.toml, each with the function that carries 
     reproduce = "hap_reproduction.cli.reproduce:reproduce"
 """
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 
 import typer

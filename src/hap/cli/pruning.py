@@ -1,89 +1,47 @@
 """hap score, hap prune."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import hap
-from hap.cli.options import (
-    Activations,
-    Backend,
-    Calibration,
-    Channels,
-    Compensate,
-    Coupling,
-    Criterion,
-    DataRoot,
-    DataSpec,
-    Device,
-    Flops,
-    ImageSize,
-    ImplantInit,
-    ImplantKind,
-    ImplantShare,
-    Latency,
-    Leave,
-    Model,
-    OutCheckpoint,
-    OutScores,
-    Params,
-    PerCost,
-    PerLayer,
-    Probes,
-    RoundTo,
-    Saved,
-    ScoresFile,
-    Seed,
-    Stream,
-    Threads,
-    TimedBatch,
-    check_not_input,
-    check_out,
-    check_saved_name,
-    data_for,
-    open_network,
-)  # fmt: skip
+from hap.cli import options
+from hap.cli.options import check_not_input, check_out, check_saved_name, open_with_data
 from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
-from hap.data import Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.io.checkpoint import Checkpoint
 from hap.planning.budget import Budget
 from hap.planning.plan import Plan
 from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
-from hap.workflow.networks import describe_network, first_images
+from hap.workflow.networks import checkpoint_path, describe_network, first_images, metrics_of
 from hap.workflow.results import read_json
 from hap.workflow.run import short_digest
-from hap.workflow.steps import apply_plan, note_if_fewer_images, prune_step, score_step
+from hap.workflow.steps import Work, note_if_fewer_images
 
 KIND = "hap-scores"
 
 
 def score(
-    checkpoint: Saved,
-    data: DataSpec = None,
-    criterion: Criterion = "hessian",
-    coupling: Coupling = "joint",
-    stream: Stream = False,
-    probes: Probes = None,
-    out: OutScores = None,
-    calibration: Calibration = 512,
-    model: Model = None,
-    data_root: DataRoot = None,
-    image_size: ImageSize = None,
-    device: Device = None,
-    seed: Seed = 0,
+    checkpoint: options.Saved,
+    data: options.DataSpec = None,
+    criterion: options.Criterion = "hessian",
+    coupling: options.Coupling = "joint",
+    stream: options.Stream = False,
+    probes: options.Probes = None,
+    out: options.OutScores = None,
+    calibration: options.Calibration = 512,
+    model: options.Model = None,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
 ) -> None:
     """Say how sensitive the loss is to each channel.
 
@@ -96,11 +54,10 @@ def score(
     if out is not None:
         check_not_input(out, checkpoint)
         check_out(out)
-    network, saved, spec = open_network(checkpoint, model, device)
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    network, _, _, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     _warn(note_if_fewer_images(found, calibration))
     with working("scoring") as tell:
-        _, scores = score_step(network, found, step, calibration, seed, tell, stream=stream)
+        _, scores = Work(network, found, step, calibration, seed, tell, stream).score()
     screen().print(_score_table(scores, criterion))
     if out is not None:
         record = {
@@ -131,36 +88,36 @@ def _score_table(scores: Scores, criterion: str) -> Any:
 
 
 def prune(
-    checkpoint: Saved,
-    out: OutCheckpoint,
-    data: DataSpec = None,
-    params: Params = None,
-    flops: Flops = None,
-    channels: Channels = None,
-    activations: Activations = None,
-    latency: Latency = None,
-    backend: Backend = "eager",
-    threads: Threads = None,
-    batch: TimedBatch = 1,
-    implant: ImplantShare = 0.0,
-    implant_kind: ImplantKind = "Pointwise",
-    implant_init: ImplantInit = None,
-    criterion: Criterion = "hessian",
-    coupling: Coupling = "joint",
-    stream: Stream = False,
-    probes: Probes = None,
-    scores: ScoresFile = None,
-    per_layer: PerLayer = 0.95,
-    round_to: RoundTo = 1,
-    leave: Leave = None,
-    per_cost: PerCost = False,
-    compensate: Compensate = False,
-    calibration: Calibration = 512,
-    model: Model = None,
-    data_root: DataRoot = None,
-    image_size: ImageSize = None,
-    device: Device = None,
-    seed: Seed = 0,
+    checkpoint: options.Saved,
+    out: options.OutCheckpoint,
+    data: options.DataSpec = None,
+    params: options.Params = None,
+    flops: options.Flops = None,
+    channels: options.Channels = None,
+    activations: options.Activations = None,
+    latency: options.Latency = None,
+    backend: options.Backend = "eager",
+    threads: options.Threads = None,
+    batch: options.TimedBatch = 1,
+    implant: options.ImplantShare = 0.0,
+    implant_kind: options.ImplantKind = "Pointwise",
+    implant_init: options.ImplantInit = None,
+    criterion: options.Criterion = "hessian",
+    coupling: options.Coupling = "joint",
+    stream: options.Stream = False,
+    probes: options.Probes = None,
+    scores: options.ScoresFile = None,
+    per_layer: options.PerLayer = 0.95,
+    round_to: options.RoundTo = 1,
+    leave: options.Leave = None,
+    per_cost: options.PerCost = False,
+    compensate: options.Compensate = False,
+    calibration: options.Calibration = 512,
+    model: options.Model = None,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
 ) -> None:
     """Prune a trained network to a budget.
 
@@ -173,124 +130,78 @@ def prune(
       hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
           --threads 1 --device cpu --out runs/fast.safetensors
     """
-    options = {**locals(), "leave": leave or ()}  # the options of this command, by name
-    timed = _TimeBudget(latency, backend, threads, batch) if latency is not None else None
-    if timed and distributed.processes() > 1:
+    given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
+    if latency is not None and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency, activations)
-    options["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
-    step = PruneStep("prune", **{field: options[field] for field in _fields_of_steps()})
+    timed = _Timed(budget, backend, threads, batch) if latency is not None else None
+    given["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
+    step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
     check_saved_name(out, checkpoint, scores)
-    network, saved, spec = open_network(checkpoint, model, device)
-    _check_dense(checkpoint, saved)
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
-    work = _Work(network, found, step, calibration, seed, stream)
-    plan, metrics, timing = work.prune(scores, checkpoint, budget, timed)
-    settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
-    described = describe_network(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
+    if hap.read(checkpoint_path(checkpoint)).plan is not None:
+        raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
+    network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
+    work = Work(network, found, step, calibration, seed, stream=stream)
+    plan, metrics, timing = _prune(work, scores, checkpoint, timed)
+    asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
+    described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
     tell_written(out)
 
 
-def _check_dense(path: Path, checkpoint: Checkpoint) -> None:
-    if checkpoint.plan is not None:
-        raise HapError(f"{path} is pruned already; prune the dense checkpoint again with a smaller budget")
-
-
-def _fields_of_steps() -> list[str]:
-    """The settings of a step of pruning that are options of the command line."""
-    return [field.name for field in dataclasses.fields(PruneStep) if field.name != "name"]
-
-
 @dataclass(frozen=True)
-class _TimeBudget:
-    """The share of the time that is left, and how time is measured."""
+class _Timed:
+    """A budget of time, and how time is measured."""
 
-    latency: float
+    budget: Budget
     backend: str
     threads: int | None
     batch: int
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A network to prune, with its data and all settings of the command that concern it."""
+def _prune(
+    work: Work, scores: Path | None, checkpoint: Path, timed: _Timed | None
+) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
+    """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
+    _warn(note_if_fewer_images(work.data, work.images))
+    before = {key: value for key, value in metrics_of(work.model, work.data).items() if key != "loss"}
+    with working("pruning") as tell:
+        work = dataclasses.replace(work, say=tell)
+        known = work.score() if scores is None else _read_scores(scores, work, checkpoint)
+        plan, timing = (work.prune(*known), {}) if timed is None else _prune_to_time(work, *known, timed)
+    after = metrics_of(work.model, work.data)
+    _show(plan, before, after, timing)
+    return plan, {**after, "dense": before}, timing
 
-    network: nn.Module
-    data: Data
-    step: PruneStep
-    calibration: int
-    seed: int
-    stream: bool
 
-    def example(self, count: int = 1) -> Tensor:
-        return first_images(self.data, count).to(next(iter(self.network.parameters())).device)
+def _prune_to_time(work: Work, groups: Groups, scores: Scores, timed: _Timed) -> tuple[Plan, dict[str, Any]]:
+    """Prune to a share of the dense network's time, in place. Returns the plan, and what was timed and how."""
+    work.say("pruning copies and timing them")
+    images, step = first_images(work.data, timed.batch, work.model), work.step
+    how: dict[str, Any] = {"per_cost": step.per_cost, "backend": timed.backend, "threads": timed.threads}
+    bounds = timed.budget, step.make_implant(), step.limits()
+    made = hap.plan_for_latency(work.model, groups, scores, images, *bounds, **how)
+    work.apply(made.plan)
+    timing = {name: getattr(made, name) for name in ("ratio", "round_to", "backend", "threads", "device")}
+    return made.plan, {"latency": timed.budget.latency, **timing, "batch": timed.batch}
 
-    def measured(self) -> dict[str, Any]:
-        found, cost = hap.evaluate(self.network, self.data), hap.cost(self.network, self.example())
-        return {"accuracy": found.accuracy, "loss": found.loss, "params": cost.params, "macs": cost.macs}
 
-    def prune(
-        self, scores: Path | None, checkpoint: Path, budget: Budget, timed: _TimeBudget | None
-    ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
-        """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
-        _warn(note_if_fewer_images(self.data, self.calibration))
-        before, timing = self.measured(), dict[str, Any]()
-        del before["loss"]
-        with working("pruning") as tell:
-            groups, values = self.scores(scores, checkpoint, tell)
-            if timed is not None:
-                plan, timing = self.prune_to_time(groups, values, budget, timed, tell)
-            else:
-                how = self.network, self.data, self.step, groups, values, self.calibration, self.seed, tell
-                plan = prune_step(*how)
-        after = self.measured()
-        _show(plan, before, after, timing)
-        return plan, {**after, "dense": before}, timing
-
-    def prune_to_time(
-        self, groups: Groups, values: Scores, budget: Budget, timed: _TimeBudget, tell: Any
-    ) -> tuple[Plan, dict[str, Any]]:
-        """Prune to a share of the dense network's time. Returns the plan, and what was timed and how."""
-        tell("pruning copies and timing them")
-        images, step = self.example(timed.batch), self.step
-
-        def answer() -> str:
-            made = hap.plan_for_latency(
-                self.network, groups, values, images, budget, step.make_implant(), step.limits(),
-                per_cost=step.per_cost, backend=timed.backend, threads=timed.threads,
-            )  # fmt: skip
-            timing = {"latency": timed.latency, "ratio": made.ratio, "round_to": made.round_to, "backend": made.backend,
-                      "threads": made.threads, "device": made.device, "batch": timed.batch}  # fmt: skip
-            return json.dumps({"plan": made.plan.to_dict(), "timing": timing})
-
-        found = json.loads(distributed.from_first(answer))  # each process would measure something else
-        plan = Plan.from_dict(found["plan"])
-        apply_plan(self.network, self.data, step, plan, self.calibration, self.seed, tell)
-        return plan, found["timing"]
-
-    def scores(self, path: Path | None, checkpoint: Path, tell: Any) -> tuple[Groups, Scores]:
-        """Trace and score, or read the scores that `hap score` wrote for this checkpoint."""
-        step = self.step
-        if path is None:
-            return score_step(self.network, self.data, step, self.calibration, self.seed, tell, stream=self.stream)
-        if not path.is_file():
-            raise HapError(f"there is no file {path}")
-        found = read_json(path)
-        if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
-        if found["checkpoint"] != short_digest(checkpoint):
-            raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
-        if found["coupling"] != step.coupling:
-            raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
-        if (scored := found.get("stream", False)) != self.stream:
-            raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
-        if found["criterion"]["name"] != step.make_criterion().to_dict()["name"]:
-            raise HapError(
-                f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again"
-            )
-        groups = hap.trace(self.network, self.example(), step.coupling, stream=self.stream)
-        return groups, Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
+def _read_scores(path: Path, work: Work, checkpoint: Path) -> tuple[Groups, Scores]:
+    """Trace, and read the scores that `hap score` wrote for this checkpoint."""
+    if not path.is_file():
+        raise HapError(f"there is no file {path}")
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
+    if found["checkpoint"] != short_digest(checkpoint):
+        raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
+    if found["coupling"] != work.step.coupling:
+        raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
+    if (scored := found.get("stream", False)) != work.stream:
+        raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
+    if found["criterion"]["name"] != work.step.make_criterion().to_dict()["name"]:
+        raise HapError(f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again")
+    return work.trace(), Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
 
 
 def _warn(text: str | None) -> None:

@@ -1,7 +1,5 @@
 """What the commands print: results as tables on stdout, progress and errors on stderr."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +13,6 @@ from rich.table import Table
 
 from hap.planning.plan import Plan
 from hap.utils import distributed
-from hap.workflow.run import Console as Silent
 
 
 def out() -> Console:
@@ -67,10 +64,8 @@ def resumable(text: str) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-class Screen(Silent):
+class Screen:
     """An experiment's steps on stderr."""
-
-    progress = True
 
     def step(self, text: str) -> None:
         err().print(f"[bold cyan]>[/bold cyan] {escape(text)}", soft_wrap=True)

@@ -1,8 +1,5 @@
 """hap train, hap finetune."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,19 +9,8 @@ from torch import nn
 
 import hap
 from hap import models
-from hap.cli.options import (
-    DataRoot,
-    DataSpec,
-    Device,
-    ImageSize,
-    Model,
-    Saved,
-    Seed,
-    allow_local_modules,
-    check_saved_name,
-    data_for,
-    open_network,
-)
+from hap.cli import options
+from hap.cli.options import allow_local_modules, check_saved_name, open_network, open_with_data
 from hap.cli.screen import percent, resumable, say, tell_written, working
 from hap.data import Data
 from hap.errors import HapError
@@ -32,8 +18,8 @@ from hap.planning.plan import Plan
 from hap.training import recipes
 from hap.training.recipes import Recipe
 from hap.utils import distributed
-from hap.workflow.config import DISTILL
-from hap.workflow.networks import check_reads, describe_network, first_images, load_data, new_network, pick_device
+from hap.workflow.config import DISTILL, taught
+from hap.workflow.networks import check_reads, describe_network, load_data, metrics_of, new_network, pick_device
 
 RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
@@ -53,10 +39,10 @@ def train(
     epochs: Epochs = None,
     lr: Rate = None,
     batch: Batch = None,
-    data_root: DataRoot = None,
-    image_size: ImageSize = None,
-    device: Device = None,
-    seed: Seed = 0,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
     log: Log = None,
     anew: Fresh = False,
 ) -> None:
@@ -84,8 +70,8 @@ def train(
 
 
 def finetune(
-    checkpoint: Saved,
-    data: DataSpec = None,
+    checkpoint: options.Saved,
+    data: options.DataSpec = None,
     recipe: RecipeName = None,
     teacher: Annotated[
         Path | None, typer.Option(help="A checkpoint of the dense network, whose outputs guide the training.")
@@ -100,11 +86,11 @@ def finetune(
     epochs: Epochs = None,
     lr: Rate = None,
     batch: Batch = None,
-    model: Model = None,
-    data_root: DataRoot = None,
-    image_size: ImageSize = None,
-    device: Device = None,
-    seed: Seed = 0,
+    model: options.Model = None,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
     log: Log = None,
     anew: Fresh = False,
 ) -> None:
@@ -116,10 +102,11 @@ def finetune(
       hap finetune runs/pruned.safetensors --teacher runs/dense.safetensors \\
           --out runs/final.safetensors
     """
-    network, saved, spec = open_network(checkpoint, model, device)
-    found = data_for(checkpoint, network, saved, spec, data, data_root, image_size)
+    network, saved, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     chosen = _chosen(recipe, "digits-finetune" if found.name == "digits" else "best-finetune", seed, epochs, lr, batch)
-    chosen = _with_teacher(chosen, teacher, distill)
+    if distill and teacher is None:
+        raise HapError(f"--distill {distill} needs --teacher, a checkpoint of the dense network")
+    chosen = taught(chosen, teacher is not None, distill)
     guide = open_network(teacher, model, device)[0] if teacher is not None else None
     path = out or checkpoint.with_name(f"{checkpoint.stem}-finetuned.safetensors")
     check_saved_name(path, checkpoint, teacher)
@@ -134,14 +121,6 @@ def _chosen(
     given = {"epochs": epochs, "lr": lr, "batch": batch}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     return recipes.get(name or default, seed=seed, **changes)
-
-
-def _with_teacher(recipe: Recipe, teacher: Path | None, distill: float | None) -> Recipe:
-    if teacher is None:
-        if distill:
-            raise HapError(f"--distill {distill} needs --teacher, a checkpoint of the dense network")
-        return dataclasses.replace(recipe, distill=0.0)
-    return dataclasses.replace(recipe, distill=distill if distill is not None else recipe.distill or DISTILL)
 
 
 def _state(path: Path) -> Path:
@@ -182,20 +161,12 @@ def _train_and_save(
         say(f"going on from {state}")
     with resumable(f"the same command goes on from the last finished epoch ({state} keeps it)"):
         history = hap.train(network, data, recipe, teacher=teacher, checkpoint=state, log_dir=log)
-        found = hap.evaluate(network, data)
-        count = hap.cost(network, first_images(data).to(next(iter(network.parameters())).device))
-        metrics = {
-            "accuracy": found.accuracy,
-            "loss": found.loss,
-            "params": count.params,
-            "macs": count.macs,
-            "seconds": sum(history.seconds),
-        }
+        metrics = {**metrics_of(network, data), "seconds": sum(history.seconds)}
         hap.save(path, network, plans, recipe=recipe, metrics=metrics, about=described)
         if distributed.is_first():
             state.unlink(missing_ok=True)
     say(
-        f"accuracy {percent(found.accuracy)} on {found.count} test images, after {history.epochs} epochs "
-        f"in {sum(history.seconds):.0f} s"
+        f"accuracy {percent(metrics['accuracy'])} on {len(data.test)} test images, after {history.epochs} epochs "
+        f"in {metrics['seconds']:.0f} s"
     )
     tell_written(path)

@@ -1,7 +1,7 @@
 """Data sets by name or by folder, held whole in memory as bytes, normalised and augmented on their device.
 
 `dataset.py` has `Data` and its batches; `cifar.py`, `digits.py` and `folder.py` read one kind of source each, and
-`pickles.py` reads CIFAR's python files without unpickling them. Import from here. Start reading at `dataset.py`.
+`pickles.py` reads CIFAR's python files without running what they name. Import from here. Start at `dataset.py`.
 """
 
 from pathlib import Path
@@ -18,10 +18,7 @@ __all__ = ["Batch", "Data", "Split", "load"]
 
 
 def load(
-    spec: str | Path,
-    root: str | Path | None = None,
-    device: torch.device | str | None = None,
-    size: int = 224,
+    spec: str | Path, root: str | Path | None = None, device: torch.device | str | None = None, size: int = 224
 ) -> Data:
     """A data set in memory.
 

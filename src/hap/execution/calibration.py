@@ -1,7 +1,5 @@
 """Second moments of what enters a layer, gathered in one pass over calibration inputs, and what to solve with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -31,15 +29,13 @@ def pairs(batches: Iterable[Any] | None, device: torch.device) -> Iterator[tuple
         count += 1
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise HapError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        x, y = pytree.tree_map_only(Tensor, lambda t: _on(device, t), [as_dict(batch[0]), batch[1]])
+        # autograd would not take a tensor that was made in inference mode, so that one is copied
+        x, y = pytree.tree_map_only(
+            Tensor, lambda t: t.to(device, copy=t.is_inference()), [as_dict(batch[0]), batch[1]]
+        )
         yield x, y
     if not count:
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on a device; a copy of one that was made in inference mode, which autograd would not take."""
-    return tensor.to(device, copy=tensor.is_inference())
 
 
 def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
@@ -79,9 +75,8 @@ def regress(weight: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
     square = gram[keep][:, keep]
     damping = RIDGE * square.diagonal().mean().clamp_min(1e-30)  # all inputs may be zero; stay clear of underflow
     square = square + damping * torch.eye(len(keep), dtype=square.dtype, device=square.device)
-    right = (
-        gram[keep] @ weight.double().t() + damping * weight.double()[:, keep].t()
-    )  # the damping pulls to the old weights
+    old = weight.double()
+    right = gram[keep] @ old.t() + damping * old[:, keep].t()  # the damping pulls to the old weights
     return torch.linalg.solve(square, right).t()
 
 
@@ -91,11 +86,10 @@ Taken = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 def pointwise_fits(model: nn.Module, wanted: dict[str, Taken], batches: Iterable[Any]) -> dict[str, Tensor]:
     """Least-squares 1x1 kernels (rows, inputs) for the given rows of each convolution, from the inputs that stay."""
-    modules = dict(model.named_modules())
     sums = grams(model, wanted, batches)
     fits = {}
     for name, (rows, inputs) in wanted.items():
-        conv = modules[name]
+        conv = model.get_submodule(name)
         assert isinstance(conv, nn.Conv2d)
         area = conv.kernel_size[0] * conv.kernel_size[1]
         tap = (conv.kernel_size[0] - 1) // 2 * conv.kernel_size[1] + (conv.kernel_size[1] - 1) // 2

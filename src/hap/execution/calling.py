@@ -1,10 +1,8 @@
 """Example inputs: how a model is called with them, or with other tensors, and how they are described in a file."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,19 +11,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.utils.module_tree import every_module, named_tensors, set_flags, set_mode, switched_by_flag
+from hap.utils.module_tree import named_tensors
 from hap.utils.plain_mapping import as_dict
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
     """Eval mode inside, every module's own mode restored after."""
-    modes = [(m, m.training) for m in every_module(model)]
-    set_mode(model, training=False)
-    try:
-        yield
-    finally:
-        _restore(modes)
+    return _in_mode(model, training=False)
 
 
 @contextmanager
@@ -34,22 +26,27 @@ def forgetting_caches(model: nn.Module) -> Iterator[None]:
 
     Every module's own mode is restored after, and what is trained.
     """
-    modes = [(m, m.training) for m in every_module(model)]
     trained = [(p, p.requires_grad) for p in model.parameters()]
-    set_mode(model, training=True)
     try:
-        yield
+        with _in_mode(model, training=True):
+            yield
     finally:
-        _restore(modes)
         for parameter, flag in trained:
             parameter.requires_grad_(flag)
 
 
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(m, m.training) for m in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        _restore(modes)
+
+
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
     """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
-    if switched_by_flag(module for module, _ in modes):
-        set_flags(modes)
-        return
     for module, mode in modes:
         if module.training != mode:
             module.train(mode)
@@ -60,7 +57,8 @@ def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
 @contextmanager
 def seeded() -> Iterator[None]:
     """Inside, the same random numbers every time; outside, as if none had been drawn."""
-    generators, (states, python, numpy) = _generators(), _random_states()
+    generators = _generators()
+    states, python, numpy = [g.get_state() for g in generators], random.getstate(), np.random.get_state()
     for generator in generators:
         generator.manual_seed(0)
     random.seed(0)
@@ -78,16 +76,10 @@ def _generators() -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
-def _random_states() -> tuple[list[Tensor], Any, Any]:
-    """What the next random numbers of torch, Python and numpy depend on."""
-    return [generator.get_state() for generator in _generators()], random.getstate(), np.random.get_state()
-
-
-def _random_numbers() -> list[Any]:
-    """What `_random_states` returns, as numbers that can be compared."""
-    torches, python, numpy = _random_states()
-    arrays = [np.asarray(x).tolist() for x in numpy]
-    return [[state.tolist() for state in torches], python, arrays]
+def _next_random_numbers() -> list[float]:
+    """What torch, Python and numpy would draw next."""
+    drawn = [torch.rand((), generator=g, device=g.device, dtype=torch.float64).item() for g in _generators()]
+    return [*drawn, random.random(), np.random.rand()]
 
 
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -106,13 +98,7 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def copied(inputs: Any) -> Any:
     """Inputs with copies of all tensors, since a forward may write to what it is called with."""
     made: dict[int, Tensor] = {}  # one that is given twice stays one
-
-    def copy(x: Tensor) -> Tensor:
-        if id(x) not in made:
-            made[id(x)] = x.clone()
-        return made[id(x)]
-
-    return pytree.tree_map_only(Tensor, copy, inputs)
+    return pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.clone()), inputs)
 
 
 def run(model: nn.Module, example: Any) -> Any:
@@ -124,9 +110,10 @@ def run(model: nn.Module, example: Any) -> Any:
 def draws_random_numbers(model: nn.Module, example: Any) -> bool:
     """Whether the model, as it is evaluated, draws random numbers."""
     with seeded():
-        before = _random_numbers()
+        wanted = _next_random_numbers()
+    with seeded():
         _evaluated(model, example)
-        return _random_numbers() != before
+        return _next_random_numbers() != wanted
 
 
 def _evaluated(model: nn.Module, example: Any) -> Any:
@@ -157,11 +144,7 @@ def describe(example: Any) -> Any:
     if isinstance(example, Tensor):
         real = example.is_floating_point() or example.is_complex()
         below = int(example.max()) + 1 if not real and example.numel() else None
-        return {
-            "shape": list(example.shape),
-            "dtype": str(example.dtype).removeprefix("torch."),
-            "below": below,
-        }
+        return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch."), "below": below}
     if isinstance(example, Mapping):
         return {"dict": {key: describe(value) for key, value in example.items()}}
     if isinstance(example, tuple | list):

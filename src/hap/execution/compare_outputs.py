@@ -1,7 +1,5 @@
 """Whether two models return the same on an example."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -117,8 +115,4 @@ def in_float64(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 
 def example_in_float64(example: Any) -> Any:
     """The example with its real numbers in float64."""
-
-    def widened(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return pytree.tree_map(widened, as_dict(example))
+    return pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, as_dict(example))

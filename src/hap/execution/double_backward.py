@@ -1,7 +1,5 @@
 """Second derivatives through recurrent layers, which cuDNN's own cannot give."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

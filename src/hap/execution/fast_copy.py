@@ -5,12 +5,11 @@ wants to be copied. Trials copy a model once for every question. Modules may als
 forward, such as the weight of torch.nn.utils.weight_norm; deepcopy refuses that while it belongs to a graph.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 from collections import OrderedDict
 from collections.abc import Iterable, Set
+from contextlib import suppress
 from functools import lru_cache
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, cast
@@ -19,15 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.utils.module_tree import every_module, named_tensors, set_mode
+from hap.utils.module_tree import named_tensors
 
-NUMBERS_AND_TEXT = (int, float, complex, bool, str, bytes, type(None))
-ATOMS = frozenset((*NUMBERS_AND_TEXT, type, torch.dtype, torch.device, BuiltinFunctionType))
+ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, BuiltinFunctionType}
 """Types of which deepcopy returns the value itself."""
 MODEL = -1
 """Where a memo notes whose copy is made, and then the ids of all modules and tensors in it."""
-LARGE = 1 << 20
-"""Tensors of as many bytes are not copied until they are written to."""
 DICTS, FLAT = (dict, OrderedDict), (tuple, list, set)
 
 
@@ -67,22 +63,21 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     if not _reaches(function, own, set()):
         return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    names = {name: deepcopied(x, memo) for name, x in _global_modules(function) if _reaches(x, own, set())}
+    names = {name: deepcopied(x, memo) for name, x in _global_modules(function).items() if _reaches(x, own, set())}
     globals_ = function.__globals__ | names if names else function.__globals__
     made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, cells)
     memo[id(function)] = made
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
-    for cell, (old, held) in zip(cells, _closure_contents(function), strict=True):
-        if held:
-            cell.cell_contents = deepcopied(old, memo) if _reaches(old, own, set()) else old
+    for place, old in _closure_contents(function).items():
+        cells[place].cell_contents = deepcopied(old, memo) if _reaches(old, own, set()) else old
     return made
 
 
 def _ids_of_model(memo: dict[int, Any]) -> Set[int]:
     """The ids of the modules and tensors of the model that is copied."""
     if isinstance(model := memo.get(MODEL), nn.Module):
-        memo[MODEL] = frozenset(map(id, (*every_module(model), *named_tensors(model).values())))
+        memo[MODEL] = frozenset(map(id, (*model.modules(), *named_tensors(model).values())))
     return memo.get(MODEL, frozenset())
 
 
@@ -95,10 +90,7 @@ def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
     seen.add(id(value))
     inside: Iterable[Any] = ()
     if isinstance(value, FunctionType):
-        inside = (
-            *(old for old, held in _closure_contents(value) if held),
-            *(item for _, item in _global_modules(value)),
-        )
+        inside = (*_closure_contents(value).values(), *_global_modules(value).values())
     elif isinstance(value, MethodType):
         inside = (value.__self__,)
     elif isinstance(value, tuple | list | dict):
@@ -106,37 +98,19 @@ def _reaches(value: Any, own: Set[int], seen: set[int]) -> bool:
     return any(_reaches(item, own, seen) for item in inside)
 
 
-def _closure_contents(function: FunctionType) -> list[tuple[Any, bool]]:
-    """What the cells of a function's closure hold, and whether they hold anything yet."""
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append((cell.cell_contents, True))
-        except ValueError:  # nothing was assigned to it
-            found.append((None, False))
+def _closure_contents(function: FunctionType) -> dict[int, Any]:
+    """What the cells of a function's closure hold, by place, without those that nothing was assigned to yet."""
+    found = {}
+    for place, cell in enumerate(function.__closure__ or ()):
+        with suppress(ValueError):
+            found[place] = cell.cell_contents
     return found
 
 
-def _global_modules(function: FunctionType) -> list[tuple[str, nn.Module]]:
+def _global_modules(function: FunctionType) -> dict[str, nn.Module]:
     """Modules that a function reaches by the names of global variables."""
     known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
-    return [(name, value) for name, value in known if isinstance(value, nn.Module)]
-
-
-def lazy_clone(tensor: Tensor) -> Tensor:
-    """A clone of a tensor. The memory of a large one is not copied before either of the two is written to."""
-    return torch._lazy_clone(tensor) if _can_be_lazy(tensor) else tensor.clone()
-
-
-def finish_clones(tensors: Iterable[Tensor]) -> None:
-    """Copy now what lazy clones of these tensors left to be copied later. If the clones are gone, nothing is copied."""
-    for tensor in filter(_can_be_lazy, tensors):
-        tensor.data_ptr()  # whoever asks for it may write there
-
-
-def _can_be_lazy(tensor: Tensor) -> bool:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
-    return plain and tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(torch, "_lazy_clone")
+    return {name: value for name, value in known if isinstance(value, nn.Module)}
 
 
 def copy_with(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
@@ -152,8 +126,8 @@ def copy_with(model: nn.Module, changed: dict[str, Tensor]) -> nn.Module:
             memo.setdefault(id(tensor), tensor)
     made = cast(nn.Module, deepcopied(model, memo))
     if changed:
-        set_mode(made, training=True)  # to forget what was written out for evaluation; whoever runs a copy evaluates it
-    if shared := set(map(id, every_module(model))) & set(map(id, every_module(made))):
+        made.train()  # to forget what was written out for evaluation; whoever runs a copy evaluates it
+    if shared := set(map(id, model.modules())) & set(map(id, made.modules())):
         name = next(n for n, m in model.named_modules() if id(m) in shared)
         raise HapError(f"{name or 'the model'} copies itself as itself (__deepcopy__), so no copy of it can be tried")
     return made

@@ -1,7 +1,5 @@
 """What a user gives: a model and an example that something can be computed with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

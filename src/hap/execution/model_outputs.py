@@ -3,8 +3,6 @@
 Nobody compares such objects, and what is in them changes with the heads: None stands in for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass

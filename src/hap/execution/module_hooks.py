@@ -1,7 +1,5 @@
 """Functions that run in front of modules or behind them, for as long as a context lasts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

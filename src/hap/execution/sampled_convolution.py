@@ -5,8 +5,6 @@ column, with values in between that change evenly from one to the next, is still
 the same shape, so two models that should compute the same, one of them pruned, can be held against each other by it.
 """
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

@@ -4,8 +4,6 @@ A mask of padding is made for each head by `expand`, and is then seen as one axi
 again. So axes are followed as products of lengths, each of which the tensor differs along, or not.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

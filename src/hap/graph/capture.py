@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import torch
@@ -27,14 +27,14 @@ from hap.errors import CaptureError, HapError
 from hap.execution.calling import call_arguments, eval_mode, forgetting_caches, run, seeded
 from hap.execution.input_checks import check_given
 from hap.execution.model_outputs import returning_plain_outputs
-from hap.graph.call_shapes import noting_shapes
 from hap.graph.nodes import schema_name
-from hap.graph.shared_tables import CalledArguments, recording_arguments
+from hap.graph.shared_tables import CalledArguments, recording_calls
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The graph of a model, what its modules were called with, and which of them return what is like it."""
+    """The graph of a model, what its modules were called with, and how often each of those with submodules returned
+    one tensor just like its first argument (-1: it returned something else at least once)."""
 
     program: torch.export.ExportedProgram
     called: CalledArguments
@@ -65,36 +65,35 @@ def captured(
     model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
 ) -> Captured:
     """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training."""
-    known = known or SizesKnown()
-    with noting_shapes(model) as shapes, recording_arguments(model) as called, _plainly():
-        program = export(model, *call_arguments(example), known, training)
-    _inline_regions(program.graph_module)
-    for node in program.graph.nodes:
-        known.check(node.name, node.meta.get("val"))
-    return Captured(program, called, shapes)
+    return captured_call(model, *call_arguments(example), known or SizesKnown(), training)
 
 
-def export(
+def captured_call(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     known: SizesKnown,
     training: Set[nn.Module] = frozenset(),
-) -> torch.export.ExportedProgram:
-    """torch.export in eval mode, which is stopped as soon as a size is not known. It prints half a graph then.
+) -> Captured:
+    """What torch.export captures in eval mode. It is stopped as soon as a size is not known, and prints nothing.
 
     What modules have written out before would be constants of the graph, and what they write out now is of no use.
     """
     start_autograd()
     with ExitStack() as stack:
-        quiet = redirect_stderr(StringIO())
-        for context in (forgetting_caches(model), eval_mode(model), torch.no_grad(), seeded(), known, quiet):
+        called, shapes = stack.enter_context(recording_calls(model))
+        quiet = (_plainly(), torch.no_grad(), redirect_stderr(StringIO()))
+        for context in (*quiet, forgetting_caches(model), eval_mode(model), seeded(), known):
             stack.enter_context(context)
         stack.enter_context(returning_plain_outputs(model))
         stack.enter_context(_leaving_nothing(model))
         for module in training:
             module.training = True
-        return torch.export.export(model, args, kwargs, strict=False)
+        program = torch.export.export(model, args, kwargs, strict=False)
+    _inline_regions(program.graph_module)
+    for node in program.graph.nodes:
+        known.check(node.name, node.meta.get("val"))
+    return Captured(program, called, shapes)
 
 
 @contextmanager
@@ -112,16 +111,8 @@ def _leaving_nothing(model: nn.Module) -> Iterator[None]:
                     del vars(module)[name]
 
 
-class _NoTraceback:
-    """What torch.fx takes for the stack at a node, with nothing on it."""
-
-    @staticmethod
-    def extract(*_: Any, **__: Any) -> type[_NoTraceback]:
-        return _NoTraceback
-
-    @staticmethod
-    def summary() -> traceback.StackSummary:
-        return traceback.StackSummary()
+_NO_TRACEBACK: Any = SimpleNamespace(extract=lambda *_, **__: _NO_TRACEBACK, summary=traceback.StackSummary)
+"""What torch.fx takes for the stack at a node, with nothing on it."""
 
 
 @contextmanager
@@ -130,7 +121,7 @@ def _plainly() -> Iterator[None]:
     graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
     where, name, value = getattr(fx, "config", None), "do_not_emit_stack_traces", cast(Any, True)
     if not hasattr(where, name):  # torch 2.11 and before
-        where, name, value = fx.proxy, "CapturedTraceback", _NoTraceback
+        where, name, value = fx.proxy, "CapturedTraceback", _NO_TRACEBACK
     with ExitStack() as stack:
         if hasattr(where, name):
             stack.callback(setattr, where, name, getattr(where, name))
@@ -182,14 +173,8 @@ class Asked:
     def __bool__(self) -> bool:
         return self._hear()
 
-    def __index__(self) -> int:
-        return int(self._hear())
-
     def __eq__(self, other: object) -> bool:
         return self._hear() == other
-
-    def __hash__(self) -> int:
-        return hash(self._hear())
 
     def __str__(self) -> str:
         return str(self._hear())
@@ -250,20 +235,12 @@ def _inline_regions(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in [n for n in graph.nodes if schema_name(n).startswith("wrap_with_")]:
         place = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        results = _insert(graph, getattr(module, str(node.args[place].target)), node, node.args[place + 1 :])
+        region = getattr(module, str(node.args[place].target))
+        _inline_regions(region)
+        inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(region.graph, dict(zip(inputs, node.args[place + 1 :], strict=True)))
         for user in list(node.users):
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-def _insert(graph: fx.Graph, region: fx.GraphModule, before: fx.Node, operands: Sequence[Any]) -> Any:
-    """Copy the nodes of a region in front of a node; returns what the region returns."""
-    _inline_regions(region)
-    inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
-    known: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
-    with graph.inserting_before(before):
-        for inner in region.graph.nodes:
-            if inner.op == "call_function":
-                known[inner] = graph.node_copy(inner, lambda n: known[n])
-    return fx.map_arg(region.graph.output_node().args[0], lambda n: known[n])

@@ -1,7 +1,5 @@
 """GraphIndex: a model beside its captured graph, and the questions that rules and trials ask of the two."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What rules ask of a node of the captured graph: its operator's name, its shape, its arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

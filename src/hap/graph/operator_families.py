@@ -5,8 +5,6 @@ the operators of each rule from here, so there is no second list to keep. Operat
 need no row, unless they have traits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Flag, auto
 
@@ -14,32 +12,21 @@ from enum import Flag, auto
 class Trait(Flag):
     """What holds for an operator, whichever rule it has."""
 
-    LINEAR = auto()
-    """The result is, almost everywhere, linear in the activations that enter."""
-    KEEPS_ZERO = auto()
-    """A function of one tensor that maps a channel of zeros to a channel of zeros."""
-    SIZED = auto()
-    """It may have sizes among its arguments, which a forward may have hard-coded."""
-    MULTIPLIES = auto()
-    """It multiplies by weights or activations with each other, and the multiply-adds are counted."""
-    ADDS = auto()
-    """It adds tensors, such as branches of a network."""
-    UNCHANGED = auto()
-    """It gives the same values again."""
-    SAME_ORDER = auto()
-    """It gives the same elements, in the same order, another shape."""
-    TAKES_PARTS = auto()
-    """It makes a view that has parts of the axes of a tensor, in some order."""
-    SPLITS = auto()
-    """It makes several parts along one axis."""
-    EXPANDS = auto()
-    """It repeats a tensor along axes without copying."""
-    COPIES = auto()
-    """It moves elements to where the source is not: what is written there later does not change the source."""
-    FILLS = auto()
-    """It makes a tensor of one value."""
-    AVERAGES = auto()
-    """A reduction that spans an axis as a norm does: what is left of the axis is averaged on."""
+    LINEAR = auto()  # the result is, almost everywhere, linear in the activations that enter
+    KEEPS_ZERO = auto()  # a function of one tensor that maps a channel of zeros to a channel of zeros
+    SIZED = auto()  # it may have sizes among its arguments, which a forward may have hard-coded
+    MULTIPLIES = auto()  # it multiplies by weights or activations with each other, and the multiply-adds are counted
+    ADDS = auto()  # it adds tensors, such as branches of a network
+    UNCHANGED = auto()  # it gives the same values again
+    SAME_ORDER = auto()  # it gives the same elements, in the same order, another shape
+    TAKES_PARTS = auto()  # it makes a view that has parts of the axes of a tensor, in some order
+    SPLITS = auto()  # it makes several parts along one axis
+    EXPANDS = auto()  # it repeats a tensor along axes without copying
+    COPIES = (
+        auto()
+    )  # it moves elements to where the source is not: what is written there later does not change the source
+    FILLS = auto()  # it makes a tensor of one value
+    AVERAGES = auto()  # a reduction that spans an axis as a norm does: what is left of the axis is averaged on
 
 
 NONE = Trait(0)

@@ -6,17 +6,16 @@ that runs just those, each on what it was called with. The view has the same sub
 whatever prunes the view prunes the model.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,8 +24,7 @@ from hap.execution.calling import call_arguments
 from hap.execution.fast_copy import copy_with
 from hap.execution.input_checks import check_given
 from hap.execution.sampled_convolution import SampledConvolutions
-from hap.graph.capture import Captured, SizesKnown, capture, captured, check_runs, export, running_modules
-from hap.graph.same_modules import same_modules
+from hap.graph.capture import Captured, SizesKnown, capture, captured, captured_call, check_runs, running_modules
 from hap.utils.module_tree import named_tensors, takes_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,12 +53,9 @@ class Parts(nn.Module):
 
     def __init__(self, model: nn.Module, calls: list[tuple[str, Call]]):
         super().__init__()
-        for name, child in model.named_children():
-            self.add_module(name, child)
-        for name, parameter in model.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in model.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
         self.names = [name for name, _ in calls]
         self.example = tuple(call for _, call in calls)
 
@@ -93,27 +88,16 @@ def parts(model: nn.Module, example: Any) -> Parts:
     Prune the view, and the model is pruned: `view = parts(detector, ([image],)); hap.prune_(view, view.example, ...)`.
     """
     check_given(model, example)
-    return _captured(model, *_calls(model, example))[0]
+    return captured_parts(model, example)[0]
 
 
 def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
-    """The view that `parts` makes, with what torch.export captures of it: that takes as long as all the rest.
-
-    Of equal blocks one runs, if that will do, and the others are called with what it returned.
-    """
-    return _captured_in_short(model, example) or _captured(model, *_calls(model, example))
-
-
-def _captured_in_short(model: nn.Module, example: Any) -> tuple[Parts, Captured] | None:
-    """Such a view, if equal blocks can pass on what they are given and nothing chooses by what then comes of it."""
-    passing = Passing(model)
-    if not passing.like:
-        return None
-    try:
-        calls, choosing = _calls(model, example, passing)
-    except HapError:  # it may well run with values that come from its blocks
-        return None
-    return None if choosing else _at_once(model, calls, choosing, passing)
+    """The view that `parts` makes, with what torch.export captures of it: that takes as long as all the rest."""
+    calls, choosing = _calls(model, example)
+    if (found := _at_once(model, calls, choosing)) is not None:
+        return found
+    view = _one_by_one(model, calls, choosing)
+    return view, capture(view, view.example)
 
 
 def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
@@ -128,24 +112,13 @@ def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
     return _view(model, calls, choosing) if WHOLE in choosing else None
 
 
-def _captured(model: nn.Module, calls: list[Noted], choosing: set[str]) -> tuple[Parts, Captured]:
-    """What keeps torch.export from a module is most often a choice by value, which running the model shows.
+def _at_once(model: nn.Module, calls: list[Noted], failing: set[str]) -> tuple[Parts, Captured] | None:
+    """The largest modules that do not fail, all captured at once. What keeps torch.export from a module is most often
+    a choice by value, which running the model shows.
 
-    So the largest modules without one are captured all at once. Where that fails, those that were running are left out
-    for the modules inside of them; where none was, or that leads nowhere soon, each is tried by itself.
+    Where that fails, the modules that were running are added to `failing`, for those inside of them to be tried. None:
+    no module was running, or that leads nowhere soon.
     """
-    failing = set(choosing)
-    if (found := _at_once(model, calls, failing)) is not None:
-        return found
-    view = _one_by_one(model, calls, failing)
-    return view, capture(view, view.example)
-
-
-def _at_once(
-    model: nn.Module, calls: list[Noted], failing: set[str], passing: Passing | None = None
-) -> tuple[Parts, Captured] | None:
-    """All captured in a few attempts; what fails is added to `failing`. None: that leads nowhere, or to modules inside
-    of blocks that did not run."""
     for _ in range(MOST_BLAMED):
         able = _able(model, calls, failing)
         view = _view(model, calls, failing)
@@ -154,10 +127,9 @@ def _at_once(
         except Exception as error:  # whatever it is, it need not be in all of them
             running = {id(module) for module in running_modules(error)}
         blamed = {name for name, module in able.items() if id(module) in running}
-        failing |= blamed
-        gone = able.keys() - _able(model, calls, failing).keys()
-        if not blamed or (passing is not None and passing.concerns(gone)):
+        if not blamed:
             return None
+        failing |= blamed
     return None
 
 
@@ -197,10 +169,6 @@ def _view(model: nn.Module, calls: list[Noted], failing: set[str]) -> Parts:
     return Parts(model, [(noted.name, noted.call) for noted in sorted(outer, key=lambda noted: place[noted.name])])
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 MOST_BLAMED = 3
 """How often modules in which capturing failed are left out before each is tried by itself."""
 WHOLE = ""
@@ -208,8 +176,6 @@ WHOLE = ""
 
 CHOICES = {"argwhere", "batched_nms", "masked_select", "nms", "nonzero", "unique"}
 """Names of functions whose result is as long as values tell."""
-
-
 ASKING = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_torchdynamo_compiling"}
 """Names of functions by which code finds out whether it is captured: it may well choose then in another way."""
 
@@ -241,30 +207,42 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-class _Choices(TorchDispatchMode):
-    """Notes which modules run an operator whose result is as long as values tell: no graph with fixed sizes has it.
+class _Run(TorchDispatchMode):
+    """A run of a model that notes what every submodule with parameters is called with, and which modules choose: run an
+    operator whose result is as long as values tell, which no graph with fixed sizes has.
 
-    `last`: no module may be called after such a choice.
+    `versions` are those of the tensors noted without `copying`. `last`: no module may be called after a choice.
     """
 
-    def __init__(self, last: bool = False) -> None:
+    def __init__(self, copying: bool, last: bool) -> None:
         super().__init__()
-        self.last = last
+        self.copying, self.last = copying, last
+        self.calls: list[Noted] = []
         self.running: list[str] = []
         self.choosing: set[str] = set()
-        self.active = False
+        self.versions: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags and (func is not INDEX or _by_mask(args[1])):
             self.choosing.update(self.running)
         return func(*args, **(kwargs or {}))
 
-    def attend(self) -> None:
-        """Listen as long as there is something to learn of a module that runs."""
-        wanted = not self.choosing.issuperset(self.running)
-        if wanted != self.active:
-            self.active = wanted
-            self.__enter__() if wanted else self.__exit__(None, None, None)
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.last and self.choosing:
+            raise HapError(f"{name} is called after a choice by value")
+        if name != WHOLE:
+            given = pytree.tree_map_only(Tensor, self._kept, (args, kwargs))
+            self.calls.append(Noted(name, tuple(self.running), given))
+        self.running.append(name)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running.pop()
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        if self.copying or tensor.is_inference():  # which has no version
+            return tensor.clone()
+        self.versions.append((tensor, tensor._version))
+        return tensor
 
 
 INDEX = torch.ops.aten.index.Tensor
@@ -274,19 +252,22 @@ def _by_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _calls(
-    model: nn.Module, example: Any, passing: Passing | None = None, last: bool = False
-) -> tuple[list[Noted], set[str]]:
-    """What every submodule with parameters is called with when the model runs, and which of them choose by value. With
-    `last`, a call after a choice is an error. Without `passing`, tensors are copied only if something writes there."""
-    for copying in (False, True) if passing is None else (True,):
-        calls: list[Noted] = []
-        choices = _Choices(last)
-        with _recording(model, calls, choices, copying) as versions, passing or nullcontext():
+def _calls(model: nn.Module, example: Any, last: bool = False) -> tuple[list[Noted], set[str]]:
+    """What every submodule with parameters is called with when the model runs, and which of them choose by value.
+
+    With `last`, a call after a choice is an error. Tensors are copied only if something writes there.
+    """
+    for copying in (False, True):
+        with _Run(copying, last) as noted, ExitStack() as stack:
+            for name, module in model.named_modules():
+                if takes_hooks(module) and (name == WHOLE or next(module.parameters(), None) is not None):
+                    enter = partial(noted.enter, name)
+                    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(noted.leave).remove)
             check_runs(model, example)
-        if all(tensor._version == version for tensor, version in versions):
+        if all(tensor._version == version for tensor, version in noted.versions):
             break
-    return calls, choices.choosing
+    return noted.calls, noted.choosing
 
 
 def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
@@ -303,114 +284,10 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
         return None
 
 
-class Passing:
-    """Inside, blocks that are equal to one that has run pass on what they are given, if that one returned its like.
-
-    Equal blocks hold the same in all but the values of their tensors, and are called with tensors of the same forms.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.modules = {name: module for name, module in model.named_modules() if name and _is_block(module)}
-        first: dict[Any, str] = {}
-        self.like: dict[str, str] = {}
-        for name, module in self.modules.items():
-            shape = (type(module), *((n, p.shape) for n, p in module.named_parameters()))
-            one = first.setdefault(shape, name)
-            if one != name and same_modules(module, self.modules[one]):
-                self.like[name] = one
-        self.returned: dict[tuple[str, Any], bool] = {}
-        self.passed: set[str] = set()
-        self.stack = ExitStack()
-
-    def __enter__(self) -> None:
-        for name in (*dict.fromkeys(self.like.values()), *self.like):
-            module = self.modules[name]
-            vars(module)["forward"] = self._forward(name, module.forward)
-            self.stack.callback(vars(module).pop, "forward")
-
-    def __exit__(self, *_: Any) -> None:
-        self.stack.close()
-
-    def _forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        one = self.like.get(name, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            key = (one, _forms((args, kwargs)))
-            if self.returned.get(key):
-                self.passed |= {one, name}
-                return args[0]
-            result = forward(*args, **kwargs)
-            same = bool(args) and isinstance(args[0], torch.Tensor) and _forms(args[0]) == _forms(result)
-            self.returned.setdefault(key, same)
-            return result
-
-        return run
-
-    def concerns(self, names: Iterable[str]) -> bool:
-        """Whether any of these is a block that was passed, or is inside of one."""
-        return any(f"{name}.".startswith(tuple(f"{block}." for block in self.passed)) for name in names)
-
-
-def _is_block(module: nn.Module) -> bool:
-    usual = "forward" not in vars(module) and not module._forward_hooks
-    return usual and next(module.children(), None) is not None and _has_parameters(module)
-
-
-def _forms(values: Any) -> Any:
-    """Equal for values that differ in the numbers of their tensors alone."""
-    leaves, structure = pytree.tree_flatten(values)
-    forms = [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-    return str(structure), tuple(forms)
-
-
-@contextmanager
-def _recording(
-    model: nn.Module, calls: list[Noted], choices: _Choices, copying: bool
-) -> Iterator[list[tuple[torch.Tensor, int]]]:
-    """Notes calls of submodules, and which modules choose. Of tensors that are noted without copying, the versions."""
-    versions: list[tuple[torch.Tensor, int]] = []
-
-    def kept(tensor: torch.Tensor) -> torch.Tensor:
-        if copying or tensor.is_inference():  # which has no version
-            return tensor.clone()
-        versions.append((tensor, tensor._version))
-        return tensor
-
-    def enter(name: str) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if choices.last and choices.choosing:
-                raise HapError(f"{name} is called after a choice by value")
-            if name != WHOLE:
-                given = pytree.tree_map_only(torch.Tensor, kept, (args, kwargs))
-                calls.append(Noted(name, tuple(choices.running), given))
-            choices.running.append(name)
-            choices.attend()
-
-        return record
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        choices.running.pop()
-        choices.attend()
-
-    def stop() -> None:
-        choices.running.clear()  # there are some if something raised
-        choices.attend()
-
-    with ExitStack() as stack:
-        stack.callback(stop)
-        hooked = [(n, m) for n, m in model.named_modules() if takes_hooks(m) and (n == WHOLE or _has_parameters(m))]
-        for name, module in hooked:
-            stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        yield versions
-
-
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.export gives a graph of this module in which every size is known."""
-    known = SizesKnown()
     try:
-        program = export(module, args, kwargs, known)
-        known.check("the graph", [node.meta.get("val") for node in program.graph.nodes])
+        captured_call(module, args, kwargs, SizesKnown())
     except Exception:  # whatever keeps torch.export from it, its own parts are tried next
         return False
     return True

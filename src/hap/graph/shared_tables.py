@@ -3,11 +3,10 @@
 Each of those modules may lose its own heads if it picks its own part of the table as it enters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -32,22 +31,27 @@ class TableUse:
 
 
 @contextmanager
-def recording_arguments(model: nn.Module) -> Iterator[CalledArguments]:
-    """Notes what modules are called with."""
-    found: CalledArguments = {}
+def recording_calls(model: nn.Module) -> Iterator[tuple[CalledArguments, dict[str, int]]]:
+    """Notes what modules are called with. Of those with submodules it counts the calls that return one tensor just like
+    their first argument; -1: some other call."""
+    called: CalledArguments = {}
+    alike: dict[str, int] = {}
+
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        called.setdefault(name, []).append({k: tuple(v.shape) for k, v in given if isinstance(v, Tensor)})
+
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        same = bool(args) and all(isinstance(x, Tensor) for x in (args[0], output))
+        same = same and (args[0].shape, args[0].dtype) == (output.shape, output.dtype)
+        alike[name] = alike.get(name, 0) + 1 if same and alike.get(name, 0) >= 0 else -1
+
     with ExitStack() as stack:
         for name, module in ((n, m) for n, m in model.named_modules() if takes_hooks(m)):
-            hook = module.register_forward_pre_hook(_recorder(found, name), with_kwargs=True)
-            stack.callback(hook.remove)
-        yield found
-
-
-def _recorder(found: CalledArguments, name: str) -> Any:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        found.setdefault(name, []).append({k: tuple(v.shape) for k, v in given if isinstance(v, Tensor)})
-
-    return note
+            stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            if name and [*module.children()]:
+                stack.callback(module.register_forward_hook(partial(leave, name)).remove)
+        yield called, alike
 
 
 def find_entries(program: Any, arguments: CalledArguments) -> dict[tuple[fx.Node, fx.Node], TableUse]:

@@ -1,7 +1,5 @@
 """Labels that share one fate: connected components, as arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

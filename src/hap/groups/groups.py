@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 
 from hap.errors import Argument, HapError
-from hap.groups.drawing import Traced, to_svg
+from hap.groups.drawing import to_svg
 from hap.groups.types import (
     Bools,
+    Change,
     ConvGeometry,
     Frozen,
     Group,
     HeadSpace,
-    InputSelection,
     Ints,
-    OutputScatter,
     Rewiring,
-    SizeAttribute,
     TracedCosts,
     Traits,
+    relabelled,
 )
 from hap.utils.atomic_files import write_text
 
@@ -85,7 +84,7 @@ class Groups(Mapping[str, Group]):
 
     def relabelled(self, to: Ints) -> Groups:
         """A copy in which class c is class to[c]: 0 for what is kept from now on. Groups that are kept are left out."""
-        groups = {n: replace(g, classes=to[g.classes]) for n, g in self.groups.items() if to[g.classes].all()}
+        groups = {n: relabelled(g, to) for n, g in self.groups.items() if to[g.classes].all()}
         feeds, tails = (to[pairs] for pairs in (self.feeds, self.head_tails))
         return replace(
             self,
@@ -106,7 +105,7 @@ class Groups(Mapping[str, Group]):
         def outside(name: str) -> bool:
             return not f"{name}.".startswith(inside)
 
-        costs, wiring = self.costs, self.rewiring
+        costs = self.costs
         return replace(
             self,
             groups={n: g for n, g in self.groups.items() if n not in groups},
@@ -116,27 +115,13 @@ class Groups(Mapping[str, Group]):
             unprunable={n: about for n, about in self.unprunable.items() if outside(n)},
             conv_geometry={n: geometry for n, geometry in self.conv_geometry.items() if outside(n)},
             costs=replace(costs, weight_macs=tuple(x for x in costs.weight_macs if outside(x.weight))),
-            rewiring=Rewiring(
-                tuple(x for x in wiring.size_attributes if outside(x.module)),
-                tuple(x for x in wiring.input_selections if outside(x.module)),
-                tuple(x for x in wiring.output_scatters if outside(x.module)),
-            ),
+            rewiring=Rewiring(*(tuple(x for x in some if outside(x.module)) for some in vars(self.rewiring).values())),
         )
 
-    def with_rewiring(
-        self,
-        size_attributes: Iterable[SizeAttribute] = (),
-        input_selections: Iterable[InputSelection] = (),
-        output_scatters: Iterable[OutputScatter] = (),
-    ) -> Groups:
-        """A copy with more to change around the layers when units go."""
-        old = self.rewiring
-        more = Rewiring(
-            (*old.size_attributes, *size_attributes),
-            (*old.input_selections, *input_selections),
-            (*old.output_scatters, *output_scatters),
-        )
-        return replace(self, rewiring=more)
+    def with_rewiring(self, **more: Iterable[Change]) -> Groups:
+        """A copy with more to change around the layers when units go, named by the fields of `Rewiring`."""
+        both: dict[str, Any] = {kind: (*getattr(self.rewiring, kind), *changes) for kind, changes in more.items()}
+        return replace(self, rewiring=replace(self.rewiring, **both))
 
     def pads(self, name: str) -> bool:
         """Whether zeros stand in for units of this group when they go."""
@@ -187,8 +172,7 @@ class Groups(Mapping[str, Group]):
 
     def to_svg(self) -> str:
         """The drawing that `graph` writes."""
-        weights = [term.weight for term in self.costs.weight_macs]
-        return to_svg(Traced(self.groups, self.coupling, self.shapes, self.frozen, weights))
+        return to_svg(self)
 
     def __str__(self) -> str:
         width = max((len(n) for n in self.groups), default=5)

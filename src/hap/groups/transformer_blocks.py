@@ -5,8 +5,6 @@ scores = hap.score(model, heads, batches, loss, hap.JointTrace())
 plan = hap.plan(heads, scores, hap.Budget(channels=0.5))  # half of the heads of all layers together
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from hap.errors import ForPython, HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Group, Ints
+from hap.groups.types import Group
 
 
 def heads(groups: Groups) -> list[str]:
@@ -89,21 +87,16 @@ def units_of(groups: Groups, *kinds: str) -> Groups:
 
 def _in_blocks(groups: Groups, group: Group) -> bool:
     """Whether each unit owns several indices of a weight that computes it, and of one that reads it: a head's width."""
+
+    def several(axis: tuple[str, int]) -> bool:
+        return bool(np.bincount(groups.axes[axis], minlength=group.classes.max() + 1)[group.classes].min() > 1)
+
     made, read = [(p.weight, p.dim) for p in group.producers], group.consumers
-    return all(any(_several_each(groups.axes[key], group) for key in keys) for keys in (made, read))
-
-
-def _several_each(axis: Ints, group: Group) -> bool:
-    return bool(np.bincount(axis, minlength=group.classes.max() + 1)[group.classes].min() > 1)
+    return any(map(several, made)) and any(map(several, read))
 
 
 def _returns(groups: Groups, group: Group) -> bool:
-    sources = [_across(groups, p.weight, p.dim) for p in group.producers]
-    targets = [_across(groups, weight, dim) for weight, dim in group.consumers]
-    ends = [e for e in (*sources, *targets) if e is not None]
-    return bool(targets) and len(ends) == len(sources) + len(targets) and all(np.array_equal(ends[0], e) for e in ends)
-
-
-def _across(groups: Groups, weight: str, dim: int) -> Ints | None:
-    """The classes on the other side of a matrix from axis `dim`."""
-    return groups.axes.get((weight, 1 - dim)) if dim < 2 else None
+    """Whether the matrices that compute and read the units have the same classes on their other sides."""
+    axes = [*((p.weight, p.dim) for p in group.producers), *group.consumers]
+    ends = [groups.axes[weight, 1 - dim] for weight, dim in axes if dim < 2 and (weight, 1 - dim) in groups.axes]
+    return bool(group.consumers) and len(ends) == len(axes) and all(np.array_equal(ends[0], end) for end in ends)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,13 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Record = TypeVar("Record", "Group", "ActivationMacs", "SizeAttribute", "InputSelection", "OutputScatter")
+
+
+def relabelled(record: Record, to: Ints) -> Record:
+    """A copy of a record in which class c is class to[c]: the arrays that it holds itself are all of classes."""
+    arrays: dict[str, Any] = {name: to[held] for name, held in vars(record).items() if isinstance(held, np.ndarray)}
+    return replace(record, **arrays)
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,9 @@ class InputSelection:
     inside: str | None = None
 
 
+Change = SizeAttribute | InputSelection | OutputScatter
+
+
 @dataclass(frozen=True)
 class HeadSlice:
     """What a head owns of a layer: `width` indices from `start` on, on axis `dim` of `weight` and of its `bias`."""
@@ -189,7 +200,7 @@ class TracedCosts:
 
     def relabelled(self, to: Ints) -> TracedCosts:
         both = (self.activation_macs, self.written_values)
-        macs, values = (tuple(replace(x, classes=to[x.classes]) for x in some) for some in both)
+        macs, values = (tuple(relabelled(x, to) for x in some) for some in both)
         return replace(self, activation_macs=macs, written_values=values)
 
 
@@ -202,14 +213,7 @@ class Rewiring:
     output_scatters: tuple[OutputScatter, ...] = ()
 
     def relabelled(self, to: Ints) -> Rewiring:
-        return Rewiring(
-            tuple(replace(x, classes=to[x.classes]) for x in self.size_attributes),
-            tuple(
-                replace(x, classes=to[x.classes], among=None if x.among is None else to[x.among])
-                for x in self.input_selections
-            ),
-            tuple(replace(x, narrow=to[x.narrow], wide=to[x.wide]) for x in self.output_scatters),
-        )
+        return Rewiring(*(tuple(relabelled(x, to) for x in changes) for changes in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What stays whole that a user would expect to shrink, in one sentence. `tracing/unprunable.py` finds it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ what it costs, and which module it builds. `pointwise.py` is the paper's implant
 name in KINDS: see "An implant of your own" in docs/extending.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hap.errors import Argument, HapError

@@ -1,7 +1,5 @@
 """What every implant kind can do. Planning asks what it costs, surgery asks it to build the module."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -17,24 +15,34 @@ from hap.groups.types import Bools, ConvGeometry, Floats
 
 
 class ImplantModule(nn.Module, ABC):
-    """Computes some output channels of a convolution from its input, with the same output size."""
+    """Computes some output channels of a convolution from its input, with the same output size: by its submodules, one
+    after the other, of which the last has the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
 
     @abstractmethod
     def kernel(self) -> Tensor:
         """The k x k convolution weight (rows, inputs, *kernel) that computes the same thing."""
 
     @property
-    @abstractmethod
     def bias_values(self) -> Tensor | None:
         """One value per row, or None."""
+        last: Any = list(self.children())[-1]
+        bias: Tensor | None = last.bias
+        return bias
 
 
-def with_values(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None = None) -> nn.Conv2d:
-    """The convolution with this weight and bias."""
-    conv.weight.data = weight
-    if bias is not None and conv.bias is not None:
-        conv.bias.data = bias.clone()
-    return conv
+def convolution(weight: Tensor, bias: Tensor | None = None, groups: int = 1, **settings: Any) -> nn.Conv2d:
+    """A convolution with this weight and bias; `settings` as those of nn.Conv2d."""
+    outputs, inputs, height, width = weight.shape
+    made = nn.Conv2d(inputs * groups, outputs, (height, width), groups=groups, bias=bias is not None, **settings)
+    made.weight.data = weight.clone()
+    if bias is not None and made.bias is not None:
+        made.bias.data = bias.clone()
+    return made
 
 
 @dataclass(frozen=True)

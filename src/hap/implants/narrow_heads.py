@@ -1,7 +1,5 @@
 """A narrower attention head in place of a whole one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,6 +12,7 @@ from hap.groups.types import Bools, HeadSpace, InputSelection, Ints, OutputScatt
 from hap.implants.base import Implant
 
 Axes = dict[tuple[str, int], Ints]
+Layer = tuple[str, Ints, Ints, bool]
 
 
 @dataclass(frozen=True)
@@ -60,42 +59,31 @@ class NarrowHeads(Implant):
             for part in (*space.left, *space.right):
                 for axis in part.axes:
                     axes[axis][part.start + self.width(space) : part.start + part.width] = tail
-        changed = list(_changed(groups, axes))
+        layers = list(_narrowed(groups, axes))
+        follow = tuple(_followed(length, layers) for length in groups.rewiring.size_attributes)
         return replace(
             groups,
             axes=axes,
             classes=groups.classes + len(heads),
             head_tails=tails,
-            rewiring=replace(groups.rewiring, size_attributes=tuple(_follow(groups, axes, changed))),
+            rewiring=replace(groups.rewiring, size_attributes=follow),
         ).with_rewiring(
-            output_scatters=_scatters(groups, axes, changed), input_selections=_narrowings(groups, axes, changed)
+            output_scatters=(OutputScatter(name, now, before, -1) for name, now, before, reads in layers if not reads),
+            input_selections=(InputSelection(name, 0, -1, now, before) for name, now, before, reads in layers if reads),
         )
 
 
-def _changed(groups: Groups, axes: Axes) -> Iterator[tuple[str, str, int, bool]]:
-    """Layers of which heads are narrowed: module, weight, axis, and whether it reads them."""
+def _narrowed(groups: Groups, axes: Axes) -> Iterator[Layer]:
+    """The layers that are changed, each with the classes of its heads now and before, and whether it reads them."""
     readers = {key for s in groups.head_spaces for key in groups[s.group].consumers}
-    for weight, dim in dict.fromkeys((p.weight, p.dim) for s in groups.head_spaces for p in (*s.left, *s.right)):
-        if not np.array_equal(axes[weight, dim], groups.axes[weight, dim]):
-            yield weight.rpartition(".")[0], weight, dim, (weight, dim) in readers
+    for axis in dict.fromkeys((p.weight, p.dim) for s in groups.head_spaces for p in (*s.left, *s.right)):
+        if not np.array_equal(axes[axis], groups.axes[axis]):
+            yield axis[0].rpartition(".")[0], axes[axis], groups.axes[axis], axis in readers
 
 
-def _scatters(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[OutputScatter]:
-    for module, weight, dim, reads in changed:
-        if not reads:
-            yield OutputScatter(module, axes[weight, dim], groups.axes[weight, dim], -1)
-
-
-def _narrowings(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[InputSelection]:
-    for module, weight, dim, reads in changed:
-        if reads:
-            yield InputSelection(module, 0, -1, axes[weight, dim], groups.axes[weight, dim])
-
-
-def _follow(groups: Groups, axes: Axes, changed: list[tuple[str, str, int, bool]]) -> Iterator[SizeAttribute]:
+def _followed(length: SizeAttribute, layers: list[Layer]) -> SizeAttribute:
     """A layer's own count of its outputs or inputs counts what is left of narrow heads."""
-    for length in groups.rewiring.size_attributes:
-        for module, weight, dim, _ in changed:
-            if module == length.module and np.array_equal(length.classes, groups.axes[weight, dim]):
-                length = replace(length, classes=axes[weight, dim])
-        yield length
+    for module, now, before, _ in layers:
+        if module == length.module and np.array_equal(length.classes, before):
+            length = replace(length, classes=now)
+    return length

@@ -1,40 +1,33 @@
 """The paper's implant: a 1x1 convolution in place of a k x k one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hap.groups.types import ConvGeometry, Floats
-from hap.implants.base import ChannelImplant, ImplantModule, with_values
+from hap.implants.base import ChannelImplant, ImplantModule, convolution
 
 
 def centre(geometry: ConvGeometry) -> tuple[int, int]:
     return (geometry.kernel[0] - 1) // 2, (geometry.kernel[1] - 1) // 2
 
 
-def tap_padding(geometry: ConvGeometry, taps: tuple[int, int]) -> list[int]:
-    """Padding (left, right, top, bottom; negative crops) that lets one tap of the kernel act as a 1x1 convolution."""
-    sides = []
-    for axis in (1, 0):
-        before = geometry.padding[axis] - geometry.dilation[axis] * taps[axis]
-        after = geometry.padding[axis] - geometry.dilation[axis] * (geometry.kernel[axis] - 1 - taps[axis])
-        sides += [before, after]
-    return sides
+def centre_padding(geometry: ConvGeometry) -> list[int]:
+    """Padding (left, right, top, bottom; negative crops) that lets the kernel's centre act as a 1x1 convolution."""
+    taps, last = centre(geometry), [length - 1 for length in geometry.kernel]
+    sides = ((axis, steps) for axis in (1, 0) for steps in (taps[axis], last[axis] - taps[axis]))
+    return [geometry.padding[axis] - geometry.dilation[axis] * steps for axis, steps in sides]
 
 
 class PointwiseImplant(ImplantModule):
     def __init__(self, geometry: ConvGeometry, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        rows, inputs = weight.shape
-        conv = nn.Conv2d(inputs, rows, 1, geometry.stride, bias=bias is not None)
-        self.conv = with_values(conv, weight[:, :, None, None].clone(), bias)
-        self.size, self.taps, self.sides = geometry.kernel, centre(geometry), tap_padding(geometry, centre(geometry))
+        self.conv = convolution(weight[:, :, None, None], bias, stride=geometry.stride)
+        self.size, self.taps, self.sides = geometry.kernel, centre(geometry), centre_padding(geometry)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.pad(x, self.sides) if any(self.sides) else x)
@@ -43,10 +36,6 @@ class PointwiseImplant(ImplantModule):
         dense = self.conv.weight.new_zeros(*self.conv.weight.shape[:2], *self.size)
         dense[:, :, self.taps[0], self.taps[1]] = self.conv.weight[:, :, 0, 0].detach()
         return dense
-
-    @property
-    def bias_values(self) -> Tensor | None:
-        return self.conv.bias
 
 
 @dataclass(frozen=True)

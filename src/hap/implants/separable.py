@@ -1,44 +1,24 @@
 """A depthwise k x k convolution followed by a 1x1 one, in place of k x k channels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hap.groups.types import ConvGeometry
-from hap.implants.base import ChannelImplant, ImplantModule, with_values
+from hap.implants.base import ChannelImplant, ImplantModule, convolution
 
 
 class SeparableImplant(ImplantModule):
     def __init__(self, geometry: ConvGeometry, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None):
         super().__init__()
-        inputs, rows = depthwise.shape[0], pointwise.shape[0]
-        self.depthwise = nn.Conv2d(
-            inputs,
-            inputs,
-            geometry.kernel,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            groups=inputs,
-            bias=False,
-        )
-        with_values(self.depthwise, depthwise[:, None].clone())
-        pointwise_conv = nn.Conv2d(inputs, rows, 1, bias=bias is not None)
-        self.pointwise = with_values(pointwise_conv, pointwise[:, :, None, None].clone(), bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pointwise(self.depthwise(x))
+        how: dict[str, Any] = {"stride": geometry.stride, "padding": geometry.padding, "dilation": geometry.dilation}
+        self.depthwise = convolution(depthwise[:, None], groups=len(depthwise), **how)
+        self.pointwise = convolution(pointwise[:, :, None, None], bias)
 
     def kernel(self) -> Tensor:
         return (self.pointwise.weight * self.depthwise.weight[:, 0]).detach()
-
-    @property
-    def bias_values(self) -> Tensor | None:
-        return self.pointwise.bias
 
 
 @dataclass(frozen=True)

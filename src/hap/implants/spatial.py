@@ -1,38 +1,26 @@
 """A k x 1 convolution to a few channels followed by a 1 x k one: low rank over space."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hap.errors import HapError
 from hap.groups.types import ConvGeometry
-from hap.implants.base import ChannelImplant, ImplantModule, with_values
+from hap.implants.base import ChannelImplant, ImplantModule, convolution
 
 
 class SpatialImplant(ImplantModule):
     def __init__(self, geometry: ConvGeometry, vertical: Tensor, horizontal: Tensor, bias: Tensor | None):
         super().__init__()
-        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = geometry.kernel, geometry.stride, geometry.padding, geometry.dilation
-        rank, inputs, rows = vertical.shape[0], vertical.shape[1], horizontal.shape[0]
-        self.vertical = nn.Conv2d(inputs, rank, (kh, 1), (sh, 1), (ph, 0), (dh, 1), bias=False)
-        self.horizontal = nn.Conv2d(rank, rows, (1, kw), (1, sw), (0, pw), (1, dw), bias=bias is not None)
-        with_values(self.vertical, vertical[..., None].clone())
-        with_values(self.horizontal, horizontal[:, :, None].clone(), bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.horizontal(self.vertical(x))
+        (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
+        self.vertical = convolution(vertical[..., None], stride=(sh, 1), padding=(ph, 0), dilation=(dh, 1))
+        self.horizontal = convolution(horizontal[:, :, None], bias, stride=(1, sw), padding=(0, pw), dilation=(1, dw))
 
     def kernel(self) -> Tensor:
         vertical, horizontal = self.vertical.weight[..., 0], self.horizontal.weight[:, :, 0]
         return torch.einsum("rik,orl->oikl", vertical, horizontal).detach()
-
-    @property
-    def bias_values(self) -> Tensor | None:
-        return self.horizontal.bias
 
 
 @dataclass(frozen=True)

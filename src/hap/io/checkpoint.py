@@ -1,7 +1,5 @@
 """save and load: one safetensors file with tensors, plan, recipe and metrics. Nothing in it can name code to run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from hap.errors import HapError
 from hap.execution.fast_copy import deepcopied
 from hap.planning.plan import Plan
-from hap.surgery.build import rebuild_
-from hap.surgery.hooks import has_additions
+from hap.surgery.additions import has_additions
+from hap.surgery.cut import rebuild_
 from hap.utils.atomic_files import write_atomic
 from hap.utils.module_tree import named_tensors
 
@@ -54,28 +52,22 @@ def save(
 ) -> Path:
     """Write a model, and the plan that pruned it, to one file, which is complete or not there.
 
-    Arguments:
-        path: of the file.
-        model: as it is now.
-        plan: what pruned it; all plans, in order, if it was pruned several times; None if it was not.
-        recipe, metrics, about: what JSON holds, for whoever reads the file.
-
-    Returns:
-        The path.
-
     >>> import tempfile
     >>> path = save(Path(tempfile.mkdtemp(), "net.safetensors"), nn.Linear(2, 3), about={"note": "fresh"})
     >>> read(path).about, read(path).shapes
     ({'note': 'fresh'}, {'bias': [3], 'weight': [3, 2]})
     >>> load(path, nn.Linear(2, 3))
     Linear(in_features=2, out_features=3, bias=True)
+
+    Arguments: the `model` as it is now and the `plan` that pruned it; all plans, in order, if it was pruned several
+    times; None if it was not. `recipe`, `metrics` and `about` are what JSON holds, for whoever reads the file.
+    Returns: the path.
     """
     path = Path(path)
     plans = [plan] if isinstance(plan, Plan) else list(plan or ())
     _check_made_by(model, plans)
-    state = model.state_dict()
-    tensors, aliases = _distinct({name: value for name, value in state.items() if isinstance(value, Tensor)})
-    extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    tensors, aliases = _distinct(_tensors(model))
+    extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
     _check_extra(extra)
     header = {
         "format": FORMAT,
@@ -141,13 +133,9 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def read(path: str | Path) -> Checkpoint:
-    """What a checkpoint holds, without loading its tensors. `save` has an example.
+    """What a checkpoint that `save` wrote holds, without loading its tensors. `save` has an example.
 
-    Arguments:
-        path: of a file that `save` wrote.
-
-    Returns:
-        Plans, recipe, metrics and the other entries of its header; shapes by name.
+    Returns: plans, recipe, metrics and the other entries of its header; shapes by name.
     """
     with _opened(path) as file:
         text = (file.metadata() or {}).get("hap")
@@ -161,16 +149,8 @@ def read(path: str | Path) -> Checkpoint:
         plans = tuple(Plan.from_dict(p) for p in header["plans"])
     except HapError as error:
         raise HapError(f"{path}: {error}") from error
-    return Checkpoint(
-        header["format"],
-        plans,
-        header["recipe"],
-        header["metrics"],
-        header["about"],
-        header["aliases"],
-        shapes,
-        header.get("extra") or {},
-    )
+    told = {name: header[name] for name in ("format", "recipe", "metrics", "about", "aliases")}
+    return Checkpoint(plans=plans, shapes=shapes, extra=header.get("extra") or {}, **told)
 
 
 EXTRA = "_extra_state"
@@ -196,13 +176,9 @@ def _header(path: str | Path, text: str | None) -> dict[str, Any]:
 def load(path: str | Path, model: nn.Module) -> nn.Module:
     """Fill a fresh dense model from a checkpoint: prune it as the plan says, load its weights. `save` has an example.
 
-    Arguments:
-        path: of a file that `save` wrote.
-        model: a dense model of the same code. If anything does not fit, HapError is raised and it is left as it was.
-
-    Returns:
-        The model.
-
+    Arguments: the `path` of a file that `save` wrote, and a dense `model` of the same code. If anything does not fit,
+    HapError is raised and it is left as it was.
+    Returns: the model.
     The model's tensors keep their dtypes, but for those that cannot hold what the file has: they take the file's.
     Buffers that are not persistent are in no file: they are cut out of those that the fresh model was made with.
     """
@@ -280,8 +256,7 @@ def _compare(path: str | Path, checkpoint: Checkpoint, model: nn.Module) -> None
                 f"{path} was saved from another model: {name} has shape {shape} there and {list(tensor.shape)} here"
             )
     beside = model.state_dict().keys() - state.keys()
-    lacking = sorted(beside - checkpoint.extra.keys())
-    if lacking:
+    if lacking := sorted(beside - checkpoint.extra.keys()):
         raise HapError(f"{path} has no {lacking[0]!r}, which the model needs; was it saved from another model?")
     if extra := [n for n in (*checkpoint.shapes, *checkpoint.extra) if n not in state and n not in beside]:
         raise HapError(f"{path} was saved from another model: it holds {extra[0]!r}, which this one does not have")

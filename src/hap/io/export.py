@@ -1,12 +1,10 @@
 """export: a pruned model as ONNX or as a torch.export program."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,16 +37,16 @@ def export(
 ) -> Path:
     """Write the model in eval mode as ONNX or as a torch.export program, BatchNorms folded into what is before them.
 
-    Arguments:
-        path: of the file; its ending, .onnx or .pt2, says what is written.
-        model: of any kind that torch.export captures.
-        example: what the model is called with: a tensor, a tuple, or a dict of keyword arguments.
-        dynamic_batch: whether the first axis of the example's tensors, the batch, may have any length.
-        dynamic_axes: other axes that may, such as (1,) for the tokens of a text or (2, 3) for the sides of an image,
-            wherever a tensor is as long there as the first that has such an axis.
+    >>> import tempfile
+    >>> path = export(Path(tempfile.mkdtemp(), "net.pt2"), nn.Linear(2, 3), torch.randn(4, 2))
+    >>> torch.export.load(path).module()(torch.randn(7, 2)).shape
+    torch.Size([7, 3])
 
-    Returns:
-        The path.
+    Arguments: the ending of `path`, .onnx or .pt2, says what is written. `example` is what the model is called with: a
+    tensor, a tuple, or a dict of keyword arguments. With `dynamic_batch` the first axis of its tensors, the batch, may
+    have any length; so may `dynamic_axes`, such as (1,) for the tokens of a text or (2, 3) for the sides of an image,
+    wherever a tensor is as long there as the first that has such an axis.
+    Returns: the path.
 
     What is checked is what torch.export captured, not the file: it is run on the example, with a warning if it does not
     compute there what the model does, since code may go another way while it is captured, and on examples of other
@@ -58,18 +56,14 @@ def export(
     those, and a warning names them; ONNX has no means to, so that is an error.
     Named tuples that the model returns are plain ones in the file. ONNX holds tensors alone: other values, but for
     None, are refused.
-
-    >>> import tempfile
-    >>> path = export(Path(tempfile.mkdtemp(), "net.pt2"), nn.Linear(2, 3), torch.randn(4, 2))
-    >>> torch.export.load(path).module()(torch.randn(7, 2)).shape
-    torch.Size([7, 3])
     """
     path = Path(path)
     _writer(path)
     axes = _dynamic(example, dynamic_batch, dynamic_axes)
-    example = _at_least_two(example) if dynamic_batch else example
+    if dynamic_batch and _length(example, 0) == 1:  # torch.export takes an axis of length 1 for one that never changes
+        example = _resized(example, {0: 2})
     program = capture(model, example, axes)
-    if problem := _other_outputs(model, program.module(check_guards=False), example):
+    if problem := _unlike(output_tensors(model, example), program.module(check_guards=False), example):
         what = f"what torch.export captured of {type(model).__name__}"
         warnings.warn(f"{what} was not seen to compute the same: {problem}", stacklevel=2)
     elif axes:
@@ -92,7 +86,8 @@ def _writer(path: Path) -> Callable[[Path, ExportedProgram], None]:
 
 def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> ExportedProgram:
     """The torch.export program of the model in eval mode, BatchNorms folded. These axes may have any length."""
-    args, kwargs = call_arguments(pytree.tree_map(_own, as_dict(example)) if axes else example)
+    own = pytree.tree_map_only(Tensor, Tensor.detach, as_dict(example))  # torch.export marks those that it is given
+    args, kwargs = call_arguments(own if axes else example)
     shapes: Any = _free((args, kwargs), axes) if axes else None
     start_autograd()
     with eval_mode(model), torch.no_grad():
@@ -128,17 +123,11 @@ def _naming(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
         vars(model).pop("forward") if own is None else vars(model).update(forward=own)
 
 
-def _own(x: Any) -> Any:
-    """A tensor that is not the caller's, since torch.export marks those that it is given."""
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-def _other_outputs(model: nn.Module, captured: Callable[..., Any], example: Any) -> str | None:
-    """How far what was captured is from the model, in words, if that is more than rounding."""
+def _unlike(wanted: list[Any], captured: Callable[..., Any], example: Any) -> str | None:
+    """How far what was captured is from these outputs of the model, in words, if that is more than rounding."""
     args, kwargs = call_arguments(example)
     with torch.no_grad(), seeded():
-        seen = pytree.tree_leaves(captured(*args, **kwargs))
-    return difference(output_tensors(model, example), seen, tolerance=ROUNDING)
+        return difference(wanted, pytree.tree_leaves(captured(*args, **kwargs)), tolerance=ROUNDING)
 
 
 def _refusal(model: nn.Module, error: Exception, axes: Sequence[int]) -> list[str | ForPython]:
@@ -181,11 +170,6 @@ def _has(x: Any, axis: int, length: int | None) -> bool:
     return isinstance(x, Tensor) and x.ndim > axis and x.shape[axis] == length
 
 
-def _at_least_two(example: Any) -> Any:
-    """The example, twice over if its batch is 1: torch.export takes an axis of length 1 for one that never changes."""
-    return _resized(example, {0: 2}) if _length(example, 0) == 1 else example
-
-
 def _resized(example: Any, lengths: dict[int, int]) -> Any:
     """The example with these axes as long as told: cut off at the end, or begun anew."""
     before = {axis: _length(example, axis) for axis in lengths}
@@ -213,26 +197,28 @@ def _check_other_lengths(
 ) -> None:
     """Run model and file on examples of other lengths. HapError where they differ, a warning where the file fails.
 
-    `refuses` says that the file fails, as the program does, with lengths it was not captured for. Without that, as in
-    ONNX, it computes what was captured, whatever that is. A length of 1, which torch.export never captures, is no more
-    than a warning.
+    A .pt2 file `refuses` lengths that it was not captured for. ONNX computes what was captured, whatever that is. A
+    length of 1, which torch.export never captures, is no more than a warning.
     """
     name, missing, warned = type(model).__name__, {axis for axis in axes if axis}, []
     file = program.module() if refuses else program.module(check_guards=False).forward
     for candidates in _other_lengths(program, example, axes):
         for lengths in candidates:
             other = _resized(example, lengths)
-            if not _runs(model, other):
+            try:
+                wanted = output_tensors(model, other)
+            except Exception:  # whatever it is that the model has against this length
                 continue
             missing -= lengths.keys()
-            problem, failed = _tried(model, file, other)
+            problem, failed = _tried(wanted, file, other)
             if problem is None:
                 break
             where = f"where {' and '.join(f'axis {axis} has length {n}' for axis, n in lengths.items())}"
             if not (failed and refuses) and 1 not in lengths.values():
+                fixed = "Leave it out of dynamic_axes" if any(lengths) else "Pass dynamic_batch=False"
+                advice = fixed if refuses else f"{fixed}, or write a .pt2 file, which can refuse what was not captured"
                 raise HapError(
-                    f"what torch.export captured of {name} does not compute the same {where}: {problem}. "
-                    f"{_advice(lengths, refuses)}."
+                    f"what torch.export captured of {name} does not compute the same {where}: {problem}. {advice}."
                 )
             if not failed or lengths.get(0) == 1 or 1 not in lengths.values():
                 warned.append(f"{where} ({problem})")
@@ -245,17 +231,12 @@ def _check_other_lengths(
         warnings.warn(f"the file does not compute what {name} does {', '.join(warned)}", stacklevel=3)
 
 
-def _tried(model: nn.Module, file: Callable[..., Any], example: Any) -> tuple[str | None, bool]:
-    """How the file differs from the model on an example, and whether it fails."""
+def _tried(wanted: list[Any], file: Callable[..., Any], example: Any) -> tuple[str | None, bool]:
+    """How the file differs from these outputs on an example, and whether it fails."""
     try:
-        return _other_outputs(model, file, example), False
+        return _unlike(wanted, file, example), False
     except Exception as error:  # guards are asserted, and operators have errors of their own
         return f"it fails: {str(error).strip().splitlines()[0]}", True
-
-
-def _advice(axes: Iterable[int], refuses: bool) -> str:
-    fixed = "Leave it out of dynamic_axes" if any(axes) else "Pass dynamic_batch=False"
-    return fixed if refuses else f"{fixed}, or write a .pt2 file, which can refuse what was not captured"
 
 
 LONG = 4096
@@ -293,14 +274,6 @@ def _captured_lengths(program: ExportedProgram, axes: tuple[int, ...]) -> dict[i
             seen = program.range_constraints[shape[axis].node.expr]
             found[axis] = (max(found[axis][0], int(seen.lower)), int(min(found[axis][1], seen.upper)))
     return found
-
-
-def _runs(model: nn.Module, example: Any) -> bool:
-    try:
-        output_tensors(model, example)
-    except Exception:  # whatever it is that the model has against this length
-        return False
-    return True
 
 
 # ---- files ----------------------------------------------------------------------------------------------------
@@ -392,15 +365,15 @@ def _attention(
     return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, mask, *args, **kwargs)[0]
 
 
-def _type_as(x: Tensor, other: Tensor) -> Tensor:
-    return x.to(other.dtype)
-
-
 def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     """Limits that are tensors get names of their own in ONNX, which clash where one value is clamped several times."""
     x = x if low is None else torch.where(x < low, low, x)
     return x if high is None else torch.where(x > high, high, x)
 
 
-_IN_OTHER_WORDS: dict[Any, Callable[..., Tensor]] = {ATTENTION: _attention, TYPE_AS: _type_as, CLAMP: _clamp}
+_IN_OTHER_WORDS: dict[Any, Callable[..., Tensor]] = {
+    ATTENTION: _attention,
+    TYPE_AS: lambda x, other: x.to(other.dtype),
+    CLAMP: _clamp,
+}
 """What stands for operators that not every torch.onnx translates, or not rightly."""

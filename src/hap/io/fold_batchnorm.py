@@ -1,21 +1,14 @@
 """Folding: a BatchNorm in eval mode is a scale and a shift per channel, which the convolution before it can take on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 aten = torch.ops.aten
-_CONVOLUTIONS = (
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
-    aten.conv1d.padding,
-    aten.conv2d.padding,
-    aten.conv3d.padding,
-)
+_CONVOLUTIONS = [
+    getattr(conv, name) for conv in (aten.conv1d, aten.conv2d, aten.conv3d) for name in ("default", "padding")
+]
 _TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 
 
@@ -70,26 +63,21 @@ def _absorb(node: fx.Node, module: fx.GraphModule, scale: Tensor, shift: Tensor)
         weight = _tensor(module, args[1])
         bias = args[2] if len(args) > 2 else None
         moved = shift if bias is None else shift + scale * _tensor(module, bias).double()
-        folded = _scaled(weight.double(), scale, _transposed_groups(node))
-        with module.graph.inserting_before(node):
-            made = [
-                _attribute(module, f"{node.name}_{name}", value.to(weight.dtype, copy=True))
-                for name, value in (("weight", folded), ("bias", moved))
-            ]
+        folded = {"weight": _scaled(weight.double(), scale, node), "bias": moved}
+        made = []
+        for name, value in folded.items():
+            name, value = f"folded_{node.name}_{name}", value.to(weight.dtype, copy=True)
+            module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+            with module.graph.inserting_before(node):
+                made.append(module.graph.get_attr(name))
         node.args = (args[0], *made, *args[3:])
 
 
-def _transposed_groups(node: fx.Node) -> Any:
-    """`groups` of a transposed convolution, whose weight has its output channels on axis 1; None for any other."""
+def _scaled(weight: Tensor, scale: Tensor, node: fx.Node) -> Tensor:
+    """The weight times `scale` along its output channels, which transposed convolutions have on axis 1, by group."""
     if node.target not in _TRANSPOSED:
-        return None
-    return node.args[6] if len(node.args) > 6 else 1
-
-
-def _scaled(weight: Tensor, scale: Tensor, groups: Any) -> Tensor:
-    """The weight times `scale` along its output channels; `groups` is that of a transposed convolution, else None."""
-    if groups is None:
         return weight * scale.view(-1, *[1] * (weight.ndim - 1))
+    groups: Any = node.args[6] if len(node.args) > 6 else 1
     grouped = weight.unflatten(0, (groups, -1))  # (groups, inputs / groups, outputs / groups, ...)
     return (grouped * scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))).flatten(0, 1)
 
@@ -105,8 +93,3 @@ def _constant(node: Any) -> bool:
 def _tensor(module: nn.Module, node: Any) -> Tensor:
     owner, _, leaf = node.target.rpartition(".")
     return getattr(module.get_submodule(owner), leaf).detach()
-
-
-def _attribute(module: fx.GraphModule, name: str, value: Tensor) -> fx.Node:
-    module.register_parameter(f"folded_{name}", nn.Parameter(value, requires_grad=False))
-    return module.graph.get_attr(f"folded_{name}")

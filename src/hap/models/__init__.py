@@ -1,7 +1,7 @@
 """The model zoo: a table of names, and the way to any other network through `package.module:factory`.
 
 `build` makes a fresh network of the zoo, `resolve` also finds networks of others; `pretrained.py` (`hap.zoo`) loads
-trained ones. The networks (`cifar_resnet.py`, `preresnet.py`, `resnet.py`, `vgg.py`) are flat files of plain torch.
+trained ones. The networks (`cifar_resnet.py`, `resnet.py`, `vgg.py`) are flat files of plain torch.
 Import from here.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from hap.errors import HapError
-from hap.models.cifar_resnet import CifarResNet
-from hap.models.preresnet import PreResNet
+from hap.models.cifar_resnet import CifarResNet, PreResNet
 from hap.models.resnet import BasicBlock, Bottleneck, ResNet
 from hap.models.vgg import VGG
 
@@ -48,11 +47,7 @@ _ZOO = {
         ModelInfo("resnet18", partial(ResNet, BasicBlock, (2, 2, 2, 2)), **_IMAGENET),
         ModelInfo("resnet34", partial(ResNet, BasicBlock, (3, 4, 6, 3)), **_IMAGENET),
         ModelInfo("resnet50", partial(ResNet, Bottleneck, (3, 4, 6, 3)), **_IMAGENET),
-        ModelInfo(
-            "digits_resnet",
-            partial(CifarResNet, (2, 2, 2), (16, 24, 40), channels=1),
-            input_shape=(1, 8, 8),
-        ),
+        ModelInfo("digits_resnet", partial(CifarResNet, (2, 2, 2), (16, 24, 40), channels=1), input_shape=(1, 8, 8)),
     ]
 }
 
@@ -82,7 +77,10 @@ def build(name: str, classes: int | None = None, **options: Any) -> nn.Module:
     """
     entry = info(name)
     _check_options(entry, options)
-    return entry.factory(classes=_checked_classes(entry.classes if classes is None else classes), **options)
+    count = entry.classes if classes is None else classes
+    if count < 1:
+        raise HapError(f"classes is {count}: expected at least 1")
+    return entry.factory(classes=count, **options)
 
 
 def resolve(spec: str, classes: int | None = None) -> nn.Module:
@@ -93,9 +91,7 @@ def resolve(spec: str, classes: int | None = None) -> nn.Module:
     if ":" not in spec:
         return build(spec, classes)
     factory = _import_factory(spec)
-    arguments = {"classes": classes} if classes is not None and _accepts(factory, "classes") else {}
-    _check_call(spec, factory, arguments)
-    model = factory(**arguments)
+    model = factory(**_arguments(spec, factory, classes))
     if not isinstance(model, nn.Module):
         raise HapError(f"{spec!r} returned a {type(model).__name__}: expected a torch.nn.Module")
     return model
@@ -122,38 +118,28 @@ def _import_factory(spec: str) -> Callable[..., Any]:
     return factory
 
 
-def _accepts(factory: Callable[..., Any], argument: str) -> bool:
+def _arguments(spec: str, factory: Callable[..., Any], classes: int | None) -> dict[str, int]:
+    """What to call a factory with. One that needs more is told apart from one that fails inside."""
     try:
-        parameters = inspect.signature(factory).parameters
+        signature = inspect.signature(factory)
     except ValueError:  # some callables written in C do not tell
-        return False
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _check_call(spec: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Tell a factory that needs more arguments apart from one that fails inside."""
+        return {}
+    accepts = any(p.name == "classes" or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    arguments = {"classes": classes} if classes is not None and accepts else {}
     try:
-        inspect.signature(factory).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise HapError(
             f"model {spec!r} cannot be called without arguments ({error}): "
             "give a function that takes none, or only classes"
         ) from error
-    except ValueError:
-        return
+    return arguments
 
 
 def _check_options(entry: ModelInfo, options: dict[str, Any]) -> None:
     parameters = inspect.signature(entry.factory).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "classes"]
-    for option in options:
-        if option not in known:
-            raise HapError(
-                f"model {entry.name!r} has no option {option!r}: expected {', '.join(known) or 'no options'}"
-            )
-
-
-def _checked_classes(classes: int) -> int:
-    if classes < 1:
-        raise HapError(f"classes is {classes}: expected at least 1")
-    return classes
+    if unknown := [option for option in options if option not in known]:
+        raise HapError(
+            f"model {entry.name!r} has no option {unknown[0]!r}: expected {', '.join(known) or 'no options'}"
+        )

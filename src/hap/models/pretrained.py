@@ -4,8 +4,6 @@ They stand as checkpoints in a folder with a manifest that says of each what it 
 says so, and the checksum that it must have.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -43,13 +41,13 @@ class Entry:
 
 def load(name: str, folder: str | Path | None = None) -> nn.Module:
     """The network of that name in eval mode. A file that is not the one the manifest speaks of is refused."""
-    entry = entries(folder)[checked(name, folder)]
+    entry = _entry(name, folder)
     return load_checkpoint(path(name, folder), models.build(entry.model, entry.classes)).eval()
 
 
 def path(name: str, folder: str | Path | None = None) -> Path:
     """The checkpoint of that name, its checksum verified."""
-    entry = entries(folder)[checked(name, folder)]
+    entry = _entry(name, folder)
     file = _folder(folder) / entry.file
     if not file.is_file():
         raise HapError(f"the manifest lists {file}, but the file is not there; get it again from the repository")
@@ -81,18 +79,17 @@ def entries(folder: str | Path | None = None) -> dict[str, Entry]:
 def _as_entry(values: Mapping[str, Any]) -> Entry:
     """An entry of a manifest, each value of its kind."""
     entry = Entry(**{field.name: values[field.name] for field in fields(Entry)})
-    for name in (field.name for field in fields(Entry)):
-        text, value = name in ("file", "sha256", "model", "result"), getattr(entry, name)
-        if not isinstance(value, str if text else int | float):
-            raise TypeError(f"{name} is {value!r}, expected {'text' if text else 'a number'}")
+    for field in fields(Entry):
+        value = getattr(entry, field.name)
+        if not isinstance(value, str if field.type == "str" else int | float):
+            raise TypeError(f"{field.name} is {value!r}, expected {'text' if field.type == 'str' else 'a number'}")
     return entry
 
 
-def checked(name: str, folder: str | Path | None = None) -> str:
-    """The name, if there is a network of that name."""
-    if name not in (known := names(folder)):
+def _entry(name: str, folder: str | Path | None) -> Entry:
+    if name not in (known := entries(folder)):
         raise HapError(f"there is no network {name!r} in the zoo; it has {', '.join(known) or 'none'}")
-    return name
+    return known[name]
 
 
 def _folder(folder: str | Path | None) -> Path:

@@ -19,11 +19,7 @@ class VGG(nn.Module):
         inputs = 3
         for stage in STAGES:
             for outputs in stage:
-                layers += [
-                    nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-                    nn.BatchNorm2d(outputs),
-                    nn.ReLU(),
-                ]
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
                 inputs = outputs
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)

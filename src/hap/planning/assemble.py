@@ -1,7 +1,5 @@
 """From units to keep and to implant to a plan: the cuts, implants and sizes that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -67,12 +65,12 @@ def assemble(
 ) -> Plan:
     """Turn a marking of classes (kept, and of these implanted) into a plan."""
     live = groups.alive(kept, implanted)
-    marks = {
-        n: (live[g.classes] & ~implanted[g.classes], implanted[g.classes], ~live[g.classes]) for n, g in groups.items()
-    }
-    lists: list[Indices] = [{n: np.flatnonzero(m[i]).tolist() for n, m in marks.items()} for i in range(3)]
+
+    def units(marked: Bools) -> Indices:
+        return {name: np.flatnonzero(marked[group.classes]).tolist() for name, group in groups.items()}
+
     layers = {} if implant is None else implant.layers(groups)
-    sorting = _Sorting(groups, implanted if layers else np.zeros_like(implanted))
+    sorting = _Sorting(groups, implanted & bool(layers))
     order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
     grafts, rows_left = _implants(groups, layers, implanted, order)
     cuts = []
@@ -81,20 +79,19 @@ def assemble(
         if not np.array_equal(keep, np.arange(len(classes))):
             cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
     cost = cost or CostModel(groups, implant)
-    nothing = np.zeros_like(kept)
     gone = set(np.flatnonzero(~live).tolist())
     turns = tuple(s for s in groups.head_spaces if implanted[groups[s.group].classes[s.unit]])
     return Plan(
-        kept=lists[0],
-        implanted=lists[1],
-        removed=lists[2],
+        kept=units(live & ~implanted),
+        implanted=units(implanted),
+        removed=units(~live),
         coupling=groups.coupling,
         cuts=tuple(cuts),
         grafts=tuple(grafts),
         widenings=tuple(_output_scatters(groups, live, sorting)),
         resizes=tuple(_sizes(groups, live)),
         implant=implant if grafts or turns else None,
-        before=cost(groups.all_kept(), nothing),
+        before=cost(groups.all_kept(), np.zeros_like(kept)),
         after=cost(kept, implanted),
         exact=not groups.traits.spanned & gone,
         example=groups.example,
@@ -125,10 +122,9 @@ class _Sorting:
         for number, group in enumerate(groups.values(), 1):
             if implanted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
                 self.movable[group.classes] = True
-        self.natural = not self.movable.any()
 
     def order(self, classes: Ints, live: Bools) -> Ints:
-        if self.natural:
+        if not self.movable.any():
             return np.flatnonzero(live[classes])
         block = self.block[classes]
         run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
@@ -139,14 +135,10 @@ class _Sorting:
 
 def _in_blocks(group: Group, classes: Ints) -> bool:
     """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
-    inside = np.isin(classes, group.classes)
-    if not inside.any():
-        return True
-    starts = np.flatnonzero(np.diff(np.concatenate([[False], inside])) & inside)
-    ends = np.flatnonzero(np.diff(np.concatenate([inside, [False]])) & inside) + 1
-    for start, end in zip(starts, ends, strict=True):
-        repeat, rest = divmod(end - start, len(group.classes))
-        if rest or not np.array_equal(classes[start:end], np.repeat(group.classes, repeat)):
+    places = np.flatnonzero(np.isin(classes, group.classes))
+    for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+        repeat, rest = divmod(len(run), len(group))
+        if rest or not np.array_equal(classes[run], np.repeat(group.classes, repeat)):
             return False
     return True
 

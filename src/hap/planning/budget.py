@@ -1,7 +1,5 @@
 """What may be left of a model, and what a plan may not do to get there."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Cost: parameters and multiply-adds, counted on a running model and predicted for a plan. The two agree exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,10 +71,11 @@ def cost(model: nn.Module, example: Any) -> Count:
     with counter, _unfused(), eval_mode(model), torch.no_grad():
         call_with(model, detached, args, kwargs)
     root = type(model).__name__
-    by_module = {}
-    for name, flops in counter.get_flop_counts().items():
-        if name not in ("Global", root):
-            by_module[name.removeprefix(f"{root}.")] = sum(flops.values()) // 2
+    by_module = {
+        name.removeprefix(f"{root}."): sum(flops.values()) // 2
+        for name, flops in counter.get_flop_counts().items()
+        if name not in ("Global", root)
+    }
     params = sum(p.numel() for p in model.parameters())
     return Count(params, counter.get_total_flops() // 2, by_module, counter.uncounted)
 
@@ -87,35 +86,30 @@ class CostModel:
     def __init__(self, groups: Groups, implant: Implant | None = None):
         self.groups, self.implant = groups, implant
         self._implantable = {} if implant is None else implant.layers(groups)
-        keys = list(groups.axes)
         different = {axis.tobytes(): axis for axis in groups.axes.values()}  # most are those of several tensors
-        place = {key: i for i, key in enumerate(different)}
-        self._which = np.array([place[groups.axes[k].tobytes()] for k in keys], dtype=np.int64)
+        number = {content: i for i, content in enumerate(different)}
+        self._place = {key: number[axis.tobytes()] for key, axis in groups.axes.items()}
         self._classes = np.concatenate([np.zeros(1, np.int64), *different.values()])
         self._starts = np.cumsum([1, *map(len, different.values())])[:-1]
-        self._slot = {key: i for i, key in enumerate(keys)}
         self._units = np.concatenate([np.zeros(0, np.int64), *(g.classes for g in groups.values())])
         self._multiplied = self._per_class(groups.costs.activation_macs)
         self._written = self._per_class(groups.costs.written_values)
         uncut = [[s for d, s in enumerate(shape) if (n, d) not in groups.axes] for n, shape in groups.shapes.items()]
         self._fixed = np.array([np.prod(sizes, dtype=np.int64) for sizes in uncut], dtype=np.int64)
-        axes_of: dict[str, list[int]] = {name: [len(keys)] for name in groups.shapes}  # where _sizes puts a 1
-        for (name, _), i in self._slot.items():
-            axes_of[name].append(i)
-        self._axes = np.concatenate([np.zeros(0, np.int64), *axes_of.values()]).astype(np.int64)
-        self._ends = np.cumsum([len(axes) for axes in axes_of.values()], dtype=np.int64)
-        row = {name: i for i, name in enumerate(groups.shapes)}
-        self._trainable = np.array([row[n] for n in groups.trainable], dtype=np.int64)
-        self._positions = np.zeros(len(row), dtype=np.int64)  # of each element of a tensor that layers multiply whole
+        one, dims = len(different), range(max(map(len, groups.shapes.values()), default=0))
+        self._axes = np.array([[self._place.get((n, d), one) for n in groups.shapes] for d in dims], dtype=np.int64)
+        self._trainable = np.array([name in groups.trainable for name in groups.shapes], dtype=bool)
+        positions = dict.fromkeys(groups.shapes, 0)  # of each element of a tensor that layers multiply whole
         for term in groups.costs.weight_macs:
-            self._positions[row[term.weight]] += term.positions if term.part is None else 0
+            positions[term.weight] += term.positions if term.part is None else 0
+        self._positions = np.array(list(positions.values()), dtype=np.int64)
         self._parts = [term for term in groups.costs.weight_macs if term.part is not None]
 
     def __call__(self, kept: Bools, implanted: Bools) -> Cost:
         """`kept` and `implanted` mark classes; an implanted class is kept too."""
         live = self.groups.alive(kept, implanted)
         lengths = self._lengths(live)
-        sizes = self._sizes(lengths)
+        sizes = self._fixed * np.append(lengths, 1)[self._axes].prod(axis=0)  # of each tensor, in values
         params = int(sizes[self._trainable].sum())
         total = self.groups.costs.fixed_macs + int(self._positions @ sizes)
         total += sum(term.positions * self._part(term, live) for term in self._parts)
@@ -140,25 +134,17 @@ class CostModel:
             size *= len(index) if classes is None else int(live[classes[index]].sum())
         return size
 
-    def _sizes(self, lengths: Any) -> Ints:
-        """The number of values of each tensor: the product of its axes' lengths."""
-        if not len(self._ends):
-            return np.zeros(0, dtype=np.int64)
-        factors = np.append(lengths, 1)[self._axes]
-        return self._fixed * np.multiply.reduceat(factors, np.append(0, self._ends[:-1]))
+    def _lengths(self, marked: Bools) -> Ints:
+        """How many marked classes stand on each of the different axes."""
+        return np.add.reduceat(marked[self._classes], self._starts, dtype=np.int64)
 
-    def _lengths(self, marked: Bools) -> Any:
-        if not len(self._starts):
-            return np.zeros(0, dtype=np.int64)
-        return np.add.reduceat(marked[self._classes].astype(np.int64), self._starts)[self._which]
-
-    def _implants(self, implanted: Any, lengths: Any) -> tuple[int, int, int]:
+    def _implants(self, implanted: Ints, lengths: Ints) -> tuple[int, int, int]:
         """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
         assert self.implant is not None
         params = macs = values = 0
         for weight, geometry in self._implantable.items():
-            if rows := int(implanted[self._slot[weight, 0]]):
-                inputs = int(lengths[self._slot[weight, 1]])
+            if rows := int(implanted[self._place[weight, 0]]):
+                inputs = int(lengths[self._place[weight, 1]])
                 replaced = rows * inputs * geometry.area
                 own_params, own_macs, own_values = self.implant.cost(geometry, inputs, rows)
                 params += own_params - replaced

@@ -1,7 +1,5 @@
 """Count the multiply-adds of a running model, operator by operator, and note the operators that are not counted."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,11 +1,11 @@
 """plan: from scores and a budget to a plan. Nothing here needs a model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -75,45 +75,45 @@ def least_flops(
     return float((search.value(*search.marking(len(search.order))) / search.dense)[0])
 
 
+@dataclass
 class _Search:
-    """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first."""
+    """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first.
 
-    def __init__(
-        self,
-        groups: Groups,
-        scores: Mapping[str, Tensor],
-        budget: Budget,
-        implant: Implant | None,
-        limits: Limits,
-        mixture: Floats | None,
-    ):
-        """Ranks by score alone, or with a `mixture` of the costs in the budget by score per cost saved."""
-        groups = groups if implant is None else implant.prepared(groups)
-        self.groups, self.budget, self.implant, self.limits = groups, budget, implant, limits
+    Ranks by score alone, or with a `mixture` of the costs in the budget by score per cost saved.
+    """
+
+    groups: Groups
+    scores_of: Mapping[str, Tensor]
+    budget: Budget
+    implant: Implant | None
+    limits: Limits
+    mixture: Floats | None
+
+    def __post_init__(self) -> None:
+        implant = self.implant
+        groups = self.groups = self.groups if implant is None else implant.prepared(self.groups)
         self.cost = CostModel(groups, implant)
         if not len(groups):
             raise HapError(nothing_in_words(groups), ForPython("; print(groups) has all reasons"))
-        names = list(groups)
-        values = _checked(groups, scores)
-        self.classes = np.concatenate([groups[n].classes for n in names])
-        self.group = np.repeat(np.arange(len(names)), [len(groups[n]) for n in names])
+        self.classes = np.concatenate([group.classes for group in groups.values()])
+        self.group = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
         self.kind = _kinds(groups, self.classes)
         self.full = groups.all_kept()
         self.nothing = np.zeros_like(self.full)
-        self.dense = budget.of(self.cost(self.full, self.nothing))
-        left = np.array(list(budget.given.values()))
+        self.dense = self.value(self.full, self.nothing)
+        left = np.array(list(self.budget.given.values()))
         self.target = np.floor(left * self.dense * (1 + 1e-15))  # 0.29 of 100 is 29, not 28.999...
-        self.scores = self.rank = np.concatenate([values[n] for n in names])
+        self.scores = self.rank = _checked(groups, self.scores_of)
         if implant is not None:
             self.rank = implant.ranking(self.scores)
-        if mixture is not None:
-            saved = self._saved(mixture)
+        if self.mixture is not None:
+            saved = self._saved(self.mixture)
             self.rank = np.where(self.rank < 0, self.rank * saved, self.rank / saved)
         self.eligible = self.nothing[self.classes] if implant is None else implant.eligible(groups)[self.classes]
         self.streams: dict[int, list[int]] = {}
         for source, target in groups.feeds.tolist():
             self.streams.setdefault(source, []).append(target)
-        self.order = self._removal_order(names)
+        self.order = self._removal_order()
 
     def _saved(self, mixture: Floats) -> Floats:
         """The share of the dense model's cost, in this mixture, that removing one unit saves."""
@@ -125,14 +125,13 @@ class _Search:
             saved[members] = mixture @ (np.maximum(self.dense - self.value(kept, self.nothing), 1) / self.dense)
         return saved
 
-    def _removal_order(self, names: list[str]) -> Ints:
+    def _removal_order(self) -> Ints:
         order = np.argsort(self.rank, kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
+        place = np.argsort(order)
         removable = np.zeros(len(order), dtype=bool)
         left_alone = self.groups.matching(self.limits.leave, Argument("leave", text="Limits.leave"))
-        for g, name in enumerate(names):
-            streams = np.isin(self.groups[name].classes, self.groups.feeds[:, 1]).any()
+        for g, (name, group) in enumerate(self.groups.items()):
+            streams = np.isin(group.classes, self.groups.feeds[:, 1]).any()
             if name in left_alone or (streams and self.limits.round_to > 1):  # others decide how wide a stream is
                 continue
             members = np.flatnonzero(self.group == g)
@@ -204,11 +203,8 @@ class _Search:
                     ),
                     ".",
                 )
-        low, high = -1, len(self.order)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(*self.marking(middle)) else (middle, high)
-        return high
+        fewer = range(len(self.order) - 1, -1, -1)  # with all of them it is met, as was seen; from there down
+        return len(self.order) - bisect_left(fewer, True, key=lambda count: not self.fits(*self.marking(count)))
 
     def fill(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
         """Keep what still fits, most sensitive first, until no single unit more would.
@@ -216,8 +212,6 @@ class _Search:
         Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
         share a part, keeping one unit can make another one cheaper.
         """
-        if self.implant is None and self.limits.round_to == 1 and not self.streams:
-            return self._fill_many(kept), implanted
         before = -1
         while before != (before := int((kept & ~implanted).sum())):
             kept, implanted = self._fill_once(kept, implanted)
@@ -241,25 +235,6 @@ class _Search:
                 hopeless.add(kind)
         return kept, implanted
 
-    def _fill_many(self, kept: Bools) -> Bools:
-        """Keep as many units at a time as fit together: for where one unit more never makes another one cheaper."""
-        waiting = self.order[::-1]
-        while len(waiting := waiting[~kept[self.classes[waiting]]]):
-            low, high = 0, 1
-            while high <= len(waiting) and self._fit_too(kept, waiting[:high]):
-                low, high = high, 2 * high
-            high = min(high, len(waiting) + 1)
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if self._fit_too(kept, waiting[:middle]) else (low, middle)
-            kept = _with(kept, self.classes[waiting[:low]])
-            rest = waiting[low:]  # of which the first does not fit, and none of its kind
-            waiting = rest[self.kind[rest] != self.kind[rest[0]]] if len(rest) else rest
-        return kept
-
-    def _fit_too(self, kept: Bools, units: Ints) -> bool:
-        return self.fits(_with(kept, self.classes[units]), self.nothing)
-
     def _block(self, unit: int, whole: Bools) -> Ints | None:
         """The classes to give back with this unit so that `round_to` still holds, or None if that cannot be."""
         step = self.limits.round_to
@@ -270,13 +245,6 @@ class _Search:
         lacking = int((~whole[self.classes[self.group == self.group[unit]]]).sum())
         complete = len(block) == len(out) == lacking
         return self.classes[block] if len(block) == step or complete else None
-
-
-def _with(marked: Bools, classes: Ints) -> Bools:
-    """A copy of the marking in which these classes are marked too."""
-    more = marked.copy()
-    more[classes] = True
-    return more
 
 
 def _kinds(groups: Groups, classes: Ints) -> Ints:
@@ -291,15 +259,16 @@ def _kinds(groups: Groups, classes: Ints) -> Ints:
     return kind[classes]
 
 
-def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, Floats]:
+def _checked(groups: Groups, scores: Mapping[str, Tensor]) -> Floats:
+    """The scores of all units, group by group."""
     if missing := [n for n in groups if n not in scores]:
         raise HapError(f"no scores for group {missing[0]!r}; score the same groups that are planned")
-    values = {}
+    values = []
     for name, group in groups.items():
         v = torch.as_tensor(scores[name]).detach().to("cpu", torch.float64).numpy()
         if v.shape != (len(group),):
             raise HapError(f"scores[{name!r}] has shape {v.shape}; expected ({len(group)},), one value per unit")
         if not np.isfinite(v).all():
             raise HapError(f"scores[{name!r}] holds {v[~np.isfinite(v)][0]}; scores must be finite")
-        values[name] = v
-    return values
+        values.append(v)
+    return np.concatenate(values)

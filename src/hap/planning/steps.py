@@ -1,8 +1,8 @@
-"""The steps of a plan: what is done to one tensor or module. Each step checks that it fits a model."""
+"""The steps of a plan: what is done to one tensor or module.
 
-from __future__ import annotations
+Each has `check(tensors, modules)`, which raises HapError if it does not fit a model with these.
+"""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,8 @@ UNFIT = "the plan does not fit this model"
 DAMAGED = "the plan is damaged"
 
 
-class Step(ABC):
-    @abstractmethod
-    def check(self, tensors: Tensors, modules: Modules) -> None:
-        """HapError if the step does not fit a model with these tensors and modules."""
-
-
 @dataclass(frozen=True)
-class Cut(Step):
+class Cut:
     """Keep these indices, in this order, of axis `dim` (of length `size`) of a parameter or buffer."""
 
     name: str
@@ -46,7 +40,7 @@ class Cut(Step):
 
 
 @dataclass(frozen=True)
-class ImplantStep(Step):
+class ImplantStep:
     """Rows of a convolution's weight that an implant computes instead.
 
     The module's output is [remaining rows | implanted rows]; `order`, if not None, rearranges that.
@@ -65,7 +59,7 @@ class ImplantStep(Step):
 
 
 @dataclass(frozen=True)
-class OutputScatterStep(Step):
+class OutputScatterStep:
     """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero.
 
     The output of its weight in the forward of the module `inside`, where that is given.
@@ -84,7 +78,7 @@ class OutputScatterStep(Step):
 
 
 @dataclass(frozen=True)
-class SetSizeStep(Step):
+class SetSizeStep:
     """Set an integer attribute of a module, or one entry of an attribute that is a tuple or list of them."""
 
     module: str
@@ -104,7 +98,7 @@ class SetSizeStep(Step):
 
 
 @dataclass(frozen=True)
-class InputSelectionStep(Step):
+class InputSelectionStep:
     """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone.
 
     Its weight does, in the forward of the module `inside`, where that is given.
@@ -149,6 +143,5 @@ def _module(modules: Modules, name: str) -> nn.Module:
 
 def _distinct_below(values: tuple[int, ...], size: int) -> bool:
     """Whether these are different indices of something that has `size` elements."""
-    different = set(values)
-    whole = set(map(type, different)) <= {int} and len(different) == len(values)
-    return whole and (not different or (min(different) >= 0 and max(different) < size))
+    whole = set(map(type, values)) <= {int}
+    return whole and len(set(values)) == len(values) and set(values).issubset(range(size))

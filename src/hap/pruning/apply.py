@@ -1,7 +1,5 @@
 """apply_: carry out a plan on a model, in place, and prove by running it that nothing else changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,10 +7,9 @@ from torch import Tensor, nn
 
 from hap.execution.calibration import pointwise_fits
 from hap.execution.calling import random_example
-from hap.execution.fast_copy import finish_clones
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
-from hap.surgery.build import build_implants
+from hap.surgery.additions import build_implants
 from hap.surgery.cut import carry_out_, cut_tensors
 from hap.surgery.rotate_heads import rotated
 from hap.utils.gc_pause import gc_paused
@@ -49,7 +46,6 @@ def apply_(
             shorter = cut_tensors(model, plan)
             if verify:
                 verify_plan(model, plan, implants, example, shorter)
-                finish_clones(shorter.values())
         carry_out_(model, plan, implants, shorter)
     return model
 

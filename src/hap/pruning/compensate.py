@@ -1,7 +1,5 @@
 """compensate_: adjust the layers that read what goes. Equation 10 of the paper, layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

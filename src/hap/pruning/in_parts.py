@@ -1,7 +1,5 @@
 """Groups to prune by: those of a model as a whole or, where torch.export cannot capture that, of its parts."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Sequence

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def compare_latency(
         return watch.time([watch.add(model) for model in models], runs, warmup)
 
 
-class Stopwatch:
+class Stopwatch(ExitStack):
     """Times models on one example. A context: inside it the models added are in eval mode, and torch has `threads`."""
 
     def __init__(self, example: Any, backend: str = "eager", threads: int | None = None):
@@ -104,23 +105,20 @@ class Stopwatch:
             raise HapError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
         if threads is not None and threads < 1:
             raise HapError(Argument("threads", threads), "; expected at least 1, or None for torch's number")
+        super().__init__()
         self.example, self.backend, self.threads = example, backend, threads or torch.get_num_threads()
         tensors = (leaf for leaf in pytree.tree_leaves(call_arguments(example)) if isinstance(leaf, Tensor))
         self.device = next((t.device for t in tensors), torch.device("cpu"))
-        self._inside = ExitStack()
 
-    def __enter__(self) -> Stopwatch:
-        self._inside.enter_context(with_threads(self.threads))
-        self._inside.enter_context(torch.no_grad())
+    def __enter__(self) -> Self:
+        self.enter_context(with_threads(self.threads))
+        self.enter_context(torch.no_grad())
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._inside.close()
 
     def add(self, model: nn.Module) -> Call:
         """The model, made ready to be called on the example."""
         if any(module.training for module in model.modules()):
-            self._inside.enter_context(eval_mode(model))
+            self.enter_context(eval_mode(model))
         return BACKENDS[self.backend](model, self)
 
     def time(self, calls: Sequence[Call], runs: int, warmup: int) -> list[Latency]:
@@ -152,16 +150,15 @@ def _rounds(calls: Sequence[Call], device: torch.device, runs: int, warmup: int)
 
 
 def _once(call: Call, device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    torch.cuda.synchronize(device)
+    cuda = device.type == "cuda"
+    wait: Call = partial(torch.cuda.synchronize, device) if cuda else lambda: None
+    calls = IN_A_ROW if cuda else 1
+    wait()
     start = time.perf_counter()
-    for _ in range(IN_A_ROW):
+    for _ in range(calls):
         call()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / IN_A_ROW
+    wait()
+    return (time.perf_counter() - start) * 1e3 / calls
 
 
 @contextmanager

@@ -5,10 +5,9 @@ slices through theirs. Which rows belong together, and whether something in betw
 on the basis, is not read from names: other factors of the same products are put in, and the outputs must not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from hap.errors import HapError
 from hap.execution.calling import run
 from hap.execution.compare_outputs import example_in_float64, output_tensors
 from hap.execution.fast_copy import deepcopied
+from hap.execution.module_hooks import hooked
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, HeadSlice, HeadSpace
@@ -123,20 +123,14 @@ def _layers_seen(model: nn.Module, example: Any, groups: Groups, names: Sequence
     """The widths of what enters and leaves each layer of the heads, call by call, where a hook can change both."""
     computing = [p.weight for n in names for p in groups[n].producers]
     reading = [weight for n in names for weight, _ in groups[n].consumers]
-    modules, hooks = dict(model.named_modules()), []
     seen: Widths = {w.rpartition(".")[0]: [] for w in computing + reading}
-    for name in seen:
 
-        def note(module: Any, args: Any, output: Any, name: str = name) -> None:
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                seen[name].append((args[0].shape[-1], output.shape[-1]))
+    def note(calls: list[tuple[int, int]], module: Any, args: Any, output: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.append((args[0].shape[-1], output.shape[-1]))
 
-        hooks.append(modules[name].register_forward_hook(note))
-    try:
+    with hooked(model, after=[(name, partial(note, calls)) for name, calls in seen.items()]):
         run(model, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return seen
 
 

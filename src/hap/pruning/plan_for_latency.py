@@ -1,11 +1,9 @@
 """plan_for_latency: a plan that meets a budget of measured time. Networks are pruned, timed, and planned anew."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
 from hap.planning.plan import Plan
 from hap.planning.search import least_flops, plan
 from hap.pruning.latency import Stopwatch
-from hap.surgery.build import rebuild_
+from hap.surgery.cut import rebuild_
 
 ROUNDINGS = (1, 8, 16, 32, 64)
 """Widths that hardware may like multiples of; measuring decides which."""
@@ -92,26 +90,24 @@ def plan_for_latency(
     return TimedPlan(found.plan, found.ratio, found.round_to, *how, tuple(search.trials))
 
 
+@dataclass
 class _Search:
     """Trials so far, and where to look next. All shares of FLOPs and of time are of the dense model's."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Groups,
-        scores: Mapping[str, Tensor],
-        watch: Stopwatch,
-        target: float,
-        implant: Implant | None,
-        limits: Limits,
-        per_cost: bool,
-    ):
-        self.model, self.scores, self.watch, self.target = model, scores, watch, target
-        self.groups = replace(groups, costs=replace(groups.costs, uncounted=()))  # time is measured, not counted
-        self.implant, self.limits, self.per_cost = implant, limits, per_cost
-        self.dense = watch.add(model)
-        self.trials: list[Trial] = []
-        self.least: dict[int, float] = {}
+    model: nn.Module
+    groups: Groups
+    scores: Mapping[str, Tensor]
+    watch: Stopwatch
+    target: float
+    implant: Implant | None
+    limits: Limits
+    per_cost: bool
+    trials: list[Trial] = field(default_factory=list)
+    least: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.groups = replace(self.groups, costs=replace(self.groups.costs, uncounted=()))  # time is measured instead
+        self.dense = self.watch.add(self.model)
 
     def run(self) -> Trial:
         """The trial that meets the budget, closely if any does, with the least score lost."""

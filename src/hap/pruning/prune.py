@@ -1,10 +1,7 @@
 """prune_: trace, score, plan and apply in one call."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,7 +21,8 @@ from hap.pruning.in_parts import check_parts, trace_whole_or_parts
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.scoring import Criterion, score
-from hap.scoring.batch import Loss
+from hap.scoring.base import Loss
+from hap.surgery.rotate_heads import restored_on_failure, values_of
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
@@ -74,15 +72,15 @@ def prune_(
         raise HapError("compensate=True needs batches, an iterable of (input, target)")
     with outside_inference(model):
         groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
-        implant = as_implant(implant)
-        groups = _with_head_spaces(model, example, groups, view, implant)
+        if (kind := as_implant(implant)) is not None and kind.needs_head_spaces:
+            groups = narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
         scores = score(model, groups, batches, loss, criterion)
         if budget.latency is None:
             chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
         else:
             how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
             chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, **how).plan
-        with _restored_on_failure(model, compensate):
+        with restored_on_failure(model, values_of(model) if compensate else {}):
             if compensate:
                 compensate_(model, chosen, batches or ())
             if view is not None and verify:
@@ -90,28 +88,6 @@ def prune_(
             apply_(model, chosen, example, verify and view is None, batches)
     _warn_of_much(groups, view, chosen)
     return chosen
-
-
-def _with_head_spaces(
-    model: nn.Module, example: Any, groups: Groups, view: Parts | None, implant: Implant | None
-) -> Groups:
-    """The groups, knowing where heads can be narrowed if the implant needs that."""
-    if implant is None or not implant.needs_head_spaces:
-        return groups
-    return narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
-
-
-@contextmanager
-def _restored_on_failure(model: nn.Module, changed: bool) -> Iterator[None]:
-    """Where the weights are `changed` inside and something raises, they get their values back."""
-    before = {n: p.detach().clone() for n, p in model.named_parameters()} if changed else {}
-    try:
-        yield
-    except BaseException:
-        for name, parameter in model.named_parameters():
-            if name in before:
-                parameter.data.copy_(before[name])
-        raise
 
 
 def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:

@@ -1,7 +1,5 @@
 """plan_blocks and prune_blocks_: budgets on the heads and the MLP neurons of a transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.scoring import Criterion, score
-from hap.scoring.batch import Loss
+from hap.scoring.base import Loss
 from hap.tracing.trace import trace
 
 

@@ -1,11 +1,23 @@
 """The charts: each takes records and gives a figure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hap.report.style import ACCENT, DENSE, GRID, IMPLANT, INK, LOST, MUTED, SERIES, Figure, new_figure, styled
+from hap.report.style import (
+    ACCENT,
+    DENSE,
+    GRID,
+    IMPLANT,
+    INK,
+    LOST,
+    MUTED,
+    SERIES,
+    VARIABLES,
+    Figure,
+    new_figure,
+    styled,
+    to_svg,
+)
 from hap.report.summary import Row
 from hap.workflow.results import Result
 
@@ -16,6 +28,34 @@ def colours(rows: Sequence[Row]) -> dict[str, str]:
     """A colour for each method, the same in all charts."""
     pruned = [row.name for row in rows if not row.dense]
     return {row.name: DENSE for row in rows if row.dense} | {n: SERIES[i % len(SERIES)] for i, n in enumerate(pruned)}
+
+
+def palette(rows: Sequence[Row]) -> dict[str, str]:
+    """The name in the page's style sheet of each method's colour."""
+    return {name: VARIABLES[colour] for name, colour in colours(rows).items()}
+
+
+def figures(
+    results: Sequence[Result], rows: Sequence[Row], others: Sequence[Mapping[str, Any]]
+) -> dict[str, str | int | None]:
+    """The charts of the page as SVG, and what it says of them; None for those that have no records."""
+    maps = [r for r in others if r["kind"] == "hap-sensitivity" and r["criterion"].startswith("hessian")]
+    telling = max(maps, key=_implanted, default=None)
+    found = next((r for r in others if r["kind"] == "hap-probes"), None)
+    trained = any(r.curve.get("loss") for r in results)
+    return {
+        "summary": to_svg(summary(rows), "summary"),
+        "sensitivity": to_svg(sensitivity(telling), "sensitivity") if telling else None,
+        "sensitivity_of": telling["name"] if telling else None,
+        "probes": to_svg(probes(found), "probes") if found else None,
+        "probe_count": found["probes"] if found else None,
+        "probe_images": found["images"] if found else None,
+        "curves": to_svg(curves(results, rows), "curves") if trained else None,
+    }
+
+
+def _implanted(record: Mapping[str, Any]) -> int:
+    return sum(layer["fate"].count("implanted") for layer in record["layers"].values())
 
 
 def summary(rows: Sequence[Row]) -> Figure:
@@ -64,17 +104,9 @@ def _stacked(values: list[float], y: float) -> list[float]:
 def _against_params(axis: Any, rows: Sequence[Row]) -> None:
     colour = colours(rows)
     for row in rows:
-        x, y = 100 * row.params_left, 100 * row.accuracy
-        axis.plot(
-            [x] * len(row.accuracies),
-            [100 * a for a in row.accuracies],
-            "o",
-            color=colour[row.name],
-            ms=6,
-            alpha=0.45,
-            mec="none",
-        )
-        axis.plot([x], [y], "o", color=colour[row.name], ms=9, mec="none", label=row.name, zorder=4)
+        x, seeds = 100 * row.params_left, [100 * a for a in row.accuracies]
+        axis.plot([x] * len(seeds), seeds, "o", color=colour[row.name], ms=6, alpha=0.45, mec="none")
+        axis.plot([x], [100 * row.accuracy], "o", color=colour[row.name], ms=9, mec="none", label=row.name, zorder=4)
     axis.set_xlabel("parameters left, %")
     axis.set_ylabel("test accuracy, %")
     axis.set_title("Accuracy against size")
@@ -154,8 +186,7 @@ def probes(record: Mapping[str, Any]) -> Figure:
         for axis, channel in zip(axes[0], channels, strict=True):
             _probe_panel(axis, channel)
         axes[0][0].set_ylabel("score")
-        handles, names = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper right", ncols=3)
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return figure
 
 
@@ -192,8 +223,7 @@ def curves(results: Sequence[Result], rows: Sequence[Row]) -> Figure:
             left.set_title(f"Loss, {title}")
             _curve(right, part, "accuracy", 100, colour)
             right.set_title(f"Accuracy %, {title}")
-        handles, names = axes[0][-1].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper right", ncols=6)
+        figure.legend(*axes[0][-1].get_legend_handles_labels(), loc="outside upper right", ncols=6)
     return figure
 
 
@@ -201,16 +231,10 @@ def _curve(axis: Any, results: Sequence[Result], what: str, scale: float, colour
     named: set[str] = set()
     for result in results:
         points = [(i, scale * v) for i, v in enumerate(result.curve[what], 1) if v is not None]
+        marker = "o" if len(points) == 1 else None
         label = None if result.name in named else result.name
         named.add(result.name)
-        axis.plot(
-            *zip(*points, strict=True),
-            color=colour[result.name],
-            lw=1.5,
-            alpha=0.85,
-            label=label,
-            marker="o" if len(points) == 1 else None,
-        )
+        axis.plot(*zip(*points, strict=True), color=colour[result.name], lw=1.5, alpha=0.85, label=label, marker=marker)
     axis.set_xlabel("epoch")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelcolor=MUTED)

@@ -1,13 +1,11 @@
 """The page: records -> charts and tables -> one HTML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from hap.errors import HapError
 from hap.report.summary import Row, summarise
-from hap.utils.atomic_files import write_atomic
+from hap.utils.atomic_files import write_atomic, write_text
 from hap.workflow.results import KIND, Result, read_records, read_results
 
 
@@ -17,42 +15,16 @@ def write_report(folder: str | Path, out: str | Path, png: str | Path | None = N
     if not results:
         raise HapError(f"{folder} holds no result files; hap run or hap demo writes some")
     others = [record for record in read_records(folder) if record["kind"] != KIND]
-    # Only here, so that the other commands start without loading a drawing library.
-    from hap.report import charts, style
+    from hap.report import charts, style  # only here: the other commands start without loading a drawing library
 
     rows = summarise(results)
-    main = charts.summary(rows)
-    text = _render(results, rows, _figures(results, rows, others, style.to_svg(main, "summary")))
-    write_atomic(out, lambda path: _write(path, text.encode()))
+    write_text(out, _render(results, rows, charts.figures(results, rows, others), charts.palette(rows)))
     if png is not None:
-        picture = style.to_png(main)
-        write_atomic(png, lambda path: _write(path, picture))
+        picture = style.to_png(charts.summary(rows))
+        write_atomic(png, lambda path: path.write_bytes(picture))
 
 
-def _figures(results: list[Result], rows: list[Row], others: list[dict[str, Any]], main: str) -> dict[str, Any]:
-    from hap.report import charts
-    from hap.report.style import to_svg
-
-    maps = [r for r in others if r["kind"] == "hap-sensitivity" and r["criterion"].startswith("hessian")]
-    telling = max(maps, key=_implanted, default=None)
-    found = next((r for r in others if r["kind"] == "hap-probes"), None)
-    trained = any(r.curve.get("loss") for r in results)
-    return {
-        "summary": main,
-        "sensitivity": to_svg(charts.sensitivity(telling), "sensitivity") if telling else None,
-        "sensitivity_of": telling["name"] if telling else None,
-        "probes": to_svg(charts.probes(found), "probes") if found else None,
-        "probe_count": found["probes"] if found else None,
-        "probe_images": found["images"] if found else None,
-        "curves": to_svg(charts.curves(results, rows), "curves") if trained else None,
-    }
-
-
-def _implanted(record: dict[str, Any]) -> int:
-    return sum(layer["fate"].count("implanted") for layer in record["layers"].values())
-
-
-def _render(results: list[Result], rows: list[Row], figures: dict[str, Any]) -> str:
+def _render(results: list[Result], rows: list[Row], figures: dict[str, Any], palette: dict[str, str]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -71,15 +43,8 @@ def _render(results: list[Result], rows: list[Row], figures: dict[str, Any]) -> 
         facts=_facts(first),
         settings=_settings(results),
         seeds=max(len(row.accuracies) for row in rows),
-        palette=_palette(rows),
+        palette=palette,
     )
-
-
-def _palette(rows: list[Row]) -> dict[str, str]:
-    from hap.report.charts import colours
-    from hap.report.style import VARIABLES
-
-    return {name: VARIABLES[colour] for name, colour in colours(rows).items()}
 
 
 def _facts(result: Result) -> dict[str, str]:
@@ -112,7 +77,3 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         elif value not in (None, [], False) and key != "seed":
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)

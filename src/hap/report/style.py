@@ -1,7 +1,5 @@
 """How charts look: one palette, drawn once and shown in light and dark by the page's colours."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator
@@ -53,10 +51,7 @@ SETTINGS: dict[str, Any] = {
     "axes.axisbelow": True,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
     "legend.frameon": False,
     "legend.fontsize": 9,
     "figure.facecolor": PAPER,

@@ -1,7 +1,5 @@
 """Results of the same network put together: one row per method, over its seeds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

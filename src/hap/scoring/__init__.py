@@ -2,14 +2,12 @@
 
 A criterion turns a `ScoringContext` (model, groups, batches, loss) into `Scores`, one value per unit; it knows weights
 and axes, and no types of layers. Each family of criteria has a file of its own, and a new one needs its file and its
-line in `CRITERIA` (docs/extending.md). Start reading at `base.py`, then `weight_baselines.py`.
+line in `CRITERIA` (docs/extending.md). Start reading at `base.py`, then `baselines.py`.
 
 The paper's criterion is `hessian_trace.py`. Traces come from random probes (`hutchinson.py`, on any operator such as
 that of `hessian_operator.py`) or from backward passes for each output (`gauss_newton.py`, `row_norms.py`).
 Import from here `score`, the criteria and what one of your own needs; not from further down.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,15 +20,12 @@ from hap.errors import Argument, ForPython, HapError
 from hap.execution.input_checks import check_finite, outside_inference
 from hap.groups.groups import Groups
 from hap.groups.unprunable_summary import nothing_in_words
-from hap.scoring.base import Criterion, Scores, ScoringContext
-from hap.scoring.batch import Loss
-from hap.scoring.gate_curvature import GateCurvature
-from hap.scoring.gate_gradient import GateGradient
-from hap.scoring.gradient_baselines import OBD, DiagonalFisher, Taylor
+from hap.scoring.base import Criterion, Loss, Scores, ScoringContext
+from hap.scoring.baselines import L1, OBD, BNScale, DiagonalFisher, GeometricMedian, Magnitude, Random, Taylor
+from hap.scoring.gates import GateCurvature, GateGradient
 from hap.scoring.hessian_trace import HessianTrace
-from hap.scoring.joint_trace import JointTrace
+from hap.scoring.over_all_slices import JointTrace
 from hap.scoring.over_all_slices import Whole as Whole
-from hap.scoring.weight_baselines import L1, BNScale, GeometricMedian, Magnitude, Random
 
 
 @dataclass(frozen=True)
@@ -49,14 +44,10 @@ class Reversed(Criterion):
         inner = self.of.scores(problem)
         return Scores({n: -v for n, v in inner.items()}, inner.errors, inner.about)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "of": self.of.to_dict()}
 
-
-BASELINES = (Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
-CRITERIA: dict[str, type[Criterion]] = {
-    criterion.name: criterion for criterion in (HessianTrace, *BASELINES, JointTrace, GateGradient, GateCurvature)
-}
+_BASELINES = (Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
+_EVERY = (HessianTrace, *_BASELINES, JointTrace, GateGradient, GateCurvature)
+CRITERIA: dict[str, type[Criterion]] = {criterion.name: criterion for criterion in _EVERY}
 """Criteria by name. All lists of names, such as those of the command line, are made from this."""
 
 

@@ -1,17 +1,22 @@
-"""What a criterion is: from a `ScoringContext` (a model with its groups and calibration data) to `Scores`."""
+"""What a criterion is: from a `ScoringContext` (a model with its groups and calibration data) to `Scores`.
 
-from __future__ import annotations
+And what a batch and a loss are, and what is refused of them before a criterion goes to work.
+"""
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
@@ -19,13 +24,18 @@ from hap.execution.calibration import pairs
 from hap.execution.calling import call_arguments, call_with, copied
 from hap.execution.double_backward import differentiable
 from hap.groups.groups import Groups
-from hap.groups.types import Group, Producer
-from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, Loss, samples
-from hap.scoring.input_checks import as_hap_error, check_labels, draws_when_scored, in_words, is_per_sample
+from hap.groups.types import Group, Ints, Producer
 from hap.utils import distributed
 
+Loss = Callable[[Any, Any], Tensor]
+Batch = tuple[Any, Any]
+DETACHED = (
+    "the loss has no gradient, or none but zeros; this criterion needs one that autograd can follow from the weights "
+    "on. Leave out what keeps it from that in the loss or the model, such as detach(), item(), no_grad() or "
+    "inference_mode()"
+)
 PIECE = 1 << 18
-"""How many weights are copied to float64 at a time: as many as a processor's cache holds."""
+"""How many weights are copied to float64 at a time, as many as a processor's cache holds: all at once take longer."""
 
 
 class Scores(dict[str, Tensor]):
@@ -78,8 +88,7 @@ class ScoringContext:
         """The calibration batches, checked, on the model's device."""
         if self.data is None or self.loss is None:
             raise HapError("this criterion needs data: pass batches, an iterable of (input, target), and a loss")
-        if (bad := draws_when_scored(self.model)) is not None:
-            raise HapError(f"{bad} is in training mode, so scores would depend on the batch; call model.eval() first")
+        check_mode(self.model)
         return list(pairs(self.data, next(iter(self.model.parameters())).device))
 
     def evaluate(self, weights: dict[str, Tensor], batch: Batch) -> tuple[Any, Tensor]:
@@ -96,9 +105,8 @@ class ScoringContext:
             check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise HapError(
-                f"the loss returns {in_words(loss)}; expected a tensor with one value, the mean over the batch"
-            )
+            seen = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise HapError(f"the loss returns a {seen}; expected a tensor with one value, the mean over the batch")
         if not torch.isfinite(loss):
             raise HapError(f"the loss is {loss.item()} on a calibration batch; check the model's weights and the data")
         if torch.is_grad_enabled() and any(w.requires_grad for w in weights.values()) and not loss.requires_grad:
@@ -109,17 +117,6 @@ class ScoringContext:
         """The model's output with these weights in place of its own, such that it can be derived twice."""
         with differentiable(self.model):
             return call_with(self.model, weights, args, kwargs)
-
-    def last_alone(self, batch: Batch) -> Any:
-        """The model's output on the last sample of a batch by itself, without a graph."""
-        count = samples(batch)
-        alone = pytree.tree_map(lambda t: t[-1:] if is_per_sample(t, count) else t, batch[0])
-        args, kwargs = copied(call_arguments(alone))
-        with (
-            as_hap_error("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"),
-            torch.no_grad(),
-        ):
-            return call_with(self.model, {}, args, kwargs)
 
     def shares(self) -> list[float]:
         """Each batch's share of the samples of all processes: the weight of its mean loss in the whole."""
@@ -133,27 +130,17 @@ class ScoringContext:
         return fold(group, producer, values.sum(dim=rest) if rest else values)
 
     def sum_of(self, what: Callable[[Tensor], Tensor], group: Group, producer: Producer) -> Tensor:
-        """Sum what a function makes of each single weight, in float64, over everything a unit owns in a producer.
-
-        A few rows at a time, since a copy of a large weight in float64 takes longer than the sums.
-        """
-        weight = self.weights[producer.weight]
-        if distributed.is_sharded(weight):
-            return self.per_unit(group, producer, what(weight.double()))
-        rows = weight.movedim(producer.dim, 0)
+        """Sum what a function makes of each single weight, in float64, over everything a unit owns in a producer."""
+        rows = distributed.gathered(self.weights[producer.weight]).movedim(producer.dim, 0)
         pieces = rows.split(max(1, PIECE * len(rows) // max(1, rows.numel())))
-        sums = [what(x.double()).flatten(1).sum(1) if x.ndim > 1 else what(x.double()) for x in pieces]
+        sums = [what(x.double()).reshape(len(x), -1).sum(1) for x in pieces]
         return fold(group, producer, torch.cat(sums))
 
     def sizes(self, group: Group, producer: Producer) -> Tensor:
         """How many weights each unit owns in a producer: |p| of equation 6."""
         weight = self.weights[producer.weight]
-        each = torch.full(
-            (weight.shape[producer.dim],),
-            weight.numel() // weight.shape[producer.dim],
-            device=weight.device,
-            dtype=torch.float64,
-        )
+        length = weight.shape[producer.dim]
+        each = torch.full((length,), weight.numel() // length, device=weight.device, dtype=torch.float64)
         return fold(group, producer, each)
 
     def mean_square(self, group: Group, producer: Producer) -> Tensor:
@@ -174,6 +161,13 @@ def fold(group: Group, producer: Producer, values: Tensor) -> Tensor:
     return out.index_add_(-1, unit, values.double().index_select(-1, owned))
 
 
+def unit_map(groups: Groups, group: Group) -> Ints:
+    """The unit of a group that each class is, -1 where it is none."""
+    unit = np.full(groups.classes, -1, dtype=np.int64)
+    unit[group.classes] = np.arange(len(group))
+    return unit
+
+
 @dataclass(frozen=True)
 class Criterion(ABC):
     """How much the loss is expected to rise when a unit goes. Low scores go first.
@@ -190,5 +184,56 @@ class Criterion(ABC):
         """One value per unit of every group, most easily by `problem.assemble`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The name and the settings, as JSON holds them."""
-        return {"name": self.name} | json.loads(json.dumps(asdict(self)))
+        """The name and the settings, as JSON holds them; a criterion among them is a dictionary of the same kind."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"name": self.name} | json.loads(json.dumps(settings, default=Criterion.to_dict))
+
+
+# ---- batches and losses --------------------------------------------------------------------------------------
+
+
+def samples(batch: Batch) -> int:
+    """How many samples a batch holds: the length of its first tensor."""
+    first = next((t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), None)
+    return len(first) if first is not None else 1
+
+
+@contextmanager
+def as_hap_error(what: str, advice: str = "") -> Iterator[None]:
+    """What a user's code raises inside, as a HapError with its reason."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, HapError | torch.OutOfMemoryError):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(f"{what}: {reason}{advice}") from error
+
+
+def check_mode(model: nn.Module) -> None:
+    """Refuse modules in training mode whose output then depends on chance or on the rest of the batch."""
+    for name, module in model.named_modules():
+        norm = isinstance(module, _NormBase) and (module.track_running_stats or isinstance(module, _BatchNorm))
+        if module.training and (norm or (isinstance(module, _DropoutNd) and module.p > 0)):
+            raise HapError(
+                f"{name or 'the model'} ({type(module).__name__}) is in training mode, so scores would depend on the "
+                "batch; call model.eval() first"
+            )
+
+
+def check_labels(output: Any, target: Any, loss: Loss) -> None:
+    """Class labels out of range crash a GPU for good, so they are looked at first."""
+    classification = loss in (F.cross_entropy, F.nll_loss) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if not (classification and isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        return
+    classes = output.shape[1] if output.ndim > 1 else output.shape[0]
+    bad = target[(target != getattr(loss, "ignore_index", -100)) & ((target < 0) | (target >= classes))]
+    if bad.numel():
+        raise HapError(
+            f"label {int(bad[0])} is out of range: the model has {classes} outputs, so labels end at {classes - 1}"
+        )
+
+
+def check_finite_scores(scores: Mapping[str, Tensor], what: str) -> None:
+    if not all(bool(values.isfinite().all()) for values in scores.values()):
+        raise HapError(f"{what} is not finite; check the model's weights, or score in float32")

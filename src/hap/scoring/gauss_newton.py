@@ -5,33 +5,31 @@ weights of unit p is the sum over samples and k of ||J_p^T s_k||^2. The network 
 backward passes of several s_k run as one under vmap; as the gradient of a layer's output comes by, the row norms of the
 weight's gradient are taken and the gradient is let go.
 
-The floor: with F the multiply-adds of a forward pass over all samples and K vectors a sample, the backward passes take
-K F and the row norms at most K F more (less where the Gram matrix is cheaper), so (1 + 2 K) F in all: for ResNet56, 512
-images and 10 classes 1.35e12 multiply-adds, and about a dozen reads or writes of K gradients of every layer's output,
-10 x 1.06 GB in float32, so 127 GB. An H200 (67 TFLOP/s in float32, 4.8 TB/s) cannot do that in less than 40 ms.
-Memory: what the forward pass keeps, as in training, and K gradients of the largest outputs.
+With F the multiply-adds of a forward pass over all samples and K vectors a sample, the backward passes take K F and the
+row norms at most K F more, so (1 + 2 K) F in all: for ResNet56, 512 images and 10 classes 1.35e12, with about 127 GB to
+be read or written, not below 40 ms on an H200. Memory: what the forward pass keeps, and K gradients of the largest
+outputs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.execution.module_hooks import hooked
-from hap.scoring.affine import affine_norms
-from hap.scoring.base import ScoringContext
-from hap.scoring.batch import Batch, samples
-from hap.scoring.layer_calls import owner
+from hap.scoring.base import Batch, ScoringContext, samples
+from hap.scoring.derivatives import Tap, affine_norms, backward
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
-from hap.scoring.outputs import OutputCurvature, output_curvature
-from hap.scoring.row_norms import RowNorms
+from hap.scoring.outputs import CannotTrace, output_curvature
+from hap.scoring.row_norms import row_norms
 from hap.utils import distributed
 
 SURVEYED = 8
@@ -47,13 +45,12 @@ See = Callable[[str, nn.Module, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Survey:
-    """What a few samples tell: why the traces cannot be taken so, or how many outputs there are, and the bytes per
-    sample of the graph that a forward pass leaves and of the largest output of a layer."""
+    """What a few samples tell: how many outputs there are, and the bytes per sample of the graph that a forward pass
+    leaves and of the largest output of a layer."""
 
-    why_not: str | None
-    outputs: int = 0
-    graph: int = 0
-    largest: int = 0
+    outputs: int
+    graph: int
+    largest: int
 
     def vectors_at_once(self, count: int) -> int:
         """How many of `count` vectors keep the whole within twice a training step's memory, which holds more than this
@@ -68,9 +65,8 @@ class Survey:
 
 def survey(problem: ScoringContext) -> Survey:
     """Run a few samples forward and one of them backward, to see every layer at work and count what it takes."""
-    for name in problem.weights:
-        if name not in problem.groups.used_once:
-            return Survey(f"{name} is used other than by one call of the layer that owns it")
+    if shared := [name for name in problem.weights if name not in problem.groups.used_once]:
+        raise CannotTrace(f"{shared[0]} is used other than by one call of the layer that owns it")
     batch = samples_of(problem.batches[0], slice(SURVEYED))
     count = samples(batch)
     mixed: dict[str, Tensor] = {}
@@ -85,14 +81,14 @@ def survey(problem: ScoringContext) -> Survey:
     with torch.enable_grad(), _none_frozen(problem.model), counted as held, tapped(problem, see) as anchor:
         output, _ = problem.evaluate({}, batch)
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != count:
-            return Survey("the model's output is not one vector per sample")
+            raise CannotTrace("the model's output is not one vector per sample")
         if output.requires_grad:
             backward(output, anchor, of_one_sample(output))
     if missing := [n for n in problem.weights if n not in mixed]:
-        return Survey(f"what {missing[0]} computes is hidden from its layer")
+        raise CannotTrace(f"what {missing[0]} computes is hidden from its layer")
     if bad := [n for n, yes in zip(mixed, torch.stack(list(mixed.values())).tolist(), strict=True) if yes]:
-        return Survey(f"the first axis of what {bad[-1]} reads is not that of the samples")
-    return Survey(None, output.shape[1], held.bytes // count, max(sizes) // count)
+        raise CannotTrace(f"the first axis of what {bad[-1]} reads is not that of the samples")
+    return Survey(output.shape[1], held.bytes // count, max(sizes) // count)
 
 
 def of_one_sample(output: Tensor) -> Tensor:
@@ -106,44 +102,45 @@ def of_one_sample(output: Tensor) -> Tensor:
 def _none_frozen(model: nn.Module) -> Iterator[None]:
     """Inside, all parameters require gradients: what is counted there must not depend on which the caller has frozen,
     since it decides how many vectors run at once and so how sums are rounded."""
-    frozen = [p for p in model.parameters() if p.is_floating_point() and not (p.requires_grad or p.is_inference())]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not (parameter.requires_grad or parameter.is_inference()):
+                stack.callback(parameter.requires_grad_(True).requires_grad_, False)
         yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-Piece = Callable[[Batch, Tensor, Tensor, int], dict[str, Tensor]]
-"""What some samples add for each vector, (K, units) by name, from the vectors s_k of these samples (K, samples,
-outputs), their signs (K, samples), and how many of them to send back at once."""
 
 
 def gauss_newton_traces(problem: ScoringContext, found: Survey, draws: int = 0, seed: int = 0) -> dict[str, Tensor]:
-    """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact.
-
-    With `draws`, so many independent and unbiased estimates of it instead: (draws, units).
-    """
+    """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact; with `draws`, so many
+    independent and unbiased estimates of it: (draws, units)."""
     dims = {p.weight: p.dim for g in problem.groups.values() for p in g.producers}
     sizes = {n: w.shape[dims[n]] for n, w in problem.weights.items()}
 
-    def piece(batch: Batch, vectors: Tensor, signs: Tensor, at_once: int) -> dict[str, Tensor]:
-        return _piece(problem, batch, vectors, signs, at_once, dims)
+    def taps(add: Add) -> AbstractContextManager[Tensor]:
+        return tapped(problem, lambda name, module, x, gradient: add(name, row_norms(module, x, dims[name], gradient)))
 
-    return over_samples(problem, found, sizes, piece, draws, seed)
+    return over_samples(problem, found, Measure(taps, Tensor.double, sizes), draws, seed)
 
 
-def over_samples(
-    problem: ScoringContext, found: Survey, sizes: dict[str, int], piece: Piece, draws: int, seed: int
-) -> dict[str, Tensor]:
-    """The mean over all samples of what each adds: (1, units) by name, summed over the vectors s_k; with `draws` one
-    row for each of so many random combinations of them. `sizes` are the numbers of units."""
-    device = problem.device
-    totals = {n: torch.zeros(max(draws, 1), size, dtype=torch.float64, device=device) for n, size in sizes.items()}
-    vectors = found.vectors_at_once(draws or found.outputs)
-    pieces = Pieces(distributed.least(found.samples_at_once(vectors, device), device), halve=not problem.sharded)
+Add = Callable[[str, Tensor], None]
+"""Called with a name and values (K, samples, units); what is added under a name in one backward pass is summed."""
+
+
+class Measure(NamedTuple):
+    """What a backward pass of K vectors is measured by: `taps` gives the anchor that it goes to, past all that adds
+    values; of their sums `square` makes what counts; `sizes` are the numbers of units by name."""
+
+    taps: Callable[[Add], AbstractContextManager[Tensor]]
+    square: Callable[[Tensor], Tensor]
+    sizes: dict[str, int]
+
+
+def over_samples(problem: ScoringContext, found: Survey, measure: Measure, draws: int, seed: int) -> dict[str, Tensor]:
+    """What is measured, summed over the vectors s_k, as a mean over all samples: (1, units) by name; with `draws` one
+    row for each of so many random combinations of the vectors."""
+    device, rows = problem.device, max(draws, 1)
+    totals = {n: torch.zeros(rows, size, dtype=torch.float64, device=device) for n, size in measure.sizes.items()}
+    at_once = found.vectors_at_once(draws or found.outputs)
+    pieces = Pieces(distributed.least(found.samples_at_once(at_once, device), device), halve=not problem.sharded)
     if problem.sharded:
         for size in (len(problem.batches), *(samples(b) for b in problem.batches)):
             distributed.agree(size, "the number of batches or of samples in a batch")
@@ -152,54 +149,44 @@ def over_samples(
         curvature = output_curvature(problem, _outputs(problem, batch, pieces), batch)
         if curvature is None:
             continue
-        chosen = drawn_vectors(curvature, draws, generator) if draws else curvature.factors
+        vectors, signs = curvature.draw(draws, generator) if draws else curvature.factors()
 
-        def work(part: slice, batch: Batch = batch, chosen: _Vectors = chosen) -> dict[str, Tensor]:
-            return piece(samples_of(batch, part), *chosen(part), vectors)
+        def work(part: slice, given: Any = (batch, vectors, signs)) -> dict[str, Tensor]:
+            batch, vectors, signs = given
+            return _piece(problem, samples_of(batch, part), vectors[:, part], signs[:, part], at_once, measure)
 
-        for _, rows in pieces.of(samples(batch), work):
-            for name, values in rows.items():
+        for _, part in pieces.of(samples(batch), work):
+            for name, values in part.items():
                 totals[name] += share * (values if draws else values.sum(0, keepdim=True))
     distributed.sum_(totals.values())
     return totals
 
 
-_Vectors = Callable[[slice], tuple[Tensor, Tensor]]
-
-
-def drawn_vectors(curvature: OutputCurvature, draws: int, generator: torch.Generator) -> _Vectors:
-    """Random vectors, drawn for the whole batch at once so that they do not depend on the size of the pieces."""
-    vectors, signs = curvature.draw(draws, generator)
-    return lambda part: (vectors[:, part], signs[:, part])
-
-
 def _outputs(problem: ScoringContext, batch: Batch, pieces: Pieces) -> Tensor:
     """The outputs of a whole batch: a loss may weigh its samples by what else is in it."""
-
-    def work(part: slice) -> Tensor:
-        output: Tensor = problem.evaluate({}, samples_of(batch, part))[0]
-        return output
-
-    return torch.cat([output for _, output in pieces.of(samples(batch), work)])
+    parts = pieces.of(samples(batch), lambda part: problem.evaluate({}, samples_of(batch, part))[0])
+    return torch.cat([output for _, output in parts])
 
 
 def _piece(
-    problem: ScoringContext, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int, dims: dict[str, int]
+    problem: ScoringContext, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int, measure: Measure
 ) -> dict[str, Tensor]:
-    """sum over samples of sign ||J_p^T s||^2, (K, units) by weight, for the samples of one piece."""
-    rows: dict[str, list[Tensor]] = {n: [] for n in problem.weights}
-    current = signs[:0]
+    """The sum over the samples of one piece, (K, units) by name, for their vectors (K, samples, outputs)."""
+    rows: dict[str, list[Tensor]] = {}
+    found: dict[str, Tensor] = {}
 
-    def see(name: str, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        norms = RowNorms(module, x, dims[name])(gradient)
-        rows[name].append((norms.double() * current[:, :, None]).sum(1))
+    def add(name: str, values: Tensor) -> None:
+        found[name] = values + found[name] if name in found else values
 
-    with torch.enable_grad(), tapped(problem, see) as anchor:
+    with torch.enable_grad(), measure.taps(add) as anchor:
         output, _ = problem.evaluate({}, batch)
         for start in range(0, len(vectors), at_once):
-            current = signs[start : start + at_once]
-            backward(output, anchor, vectors[start : start + at_once].to(output.dtype))
-    return {n: torch.cat(r) for n, r in rows.items()}
+            part = slice(start, start + at_once)
+            found.clear()
+            backward(output, anchor, vectors[part].to(output.dtype))
+            for name, values in found.items():
+                rows.setdefault(name, []).append((measure.square(values) * signs[part, :, None]).sum(1))
+    return {name: torch.cat(some) for name, some in rows.items()}
 
 
 def samples_of(value: Any, part: slice) -> Any:
@@ -207,64 +194,15 @@ def samples_of(value: Any, part: slice) -> Any:
     return pytree.tree_map(lambda t: t[part] if isinstance(t, Tensor) and t.ndim else t, value)
 
 
-# ---- taps ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def tapped(problem: ScoringContext, see: See) -> Iterator[Tensor]:
     """Inside, a backward pass to the anchor this gives calls `see` as it goes by each layer that owns a weight."""
     anchor = torch.zeros((), device=problem.device, requires_grad=True)
 
-    def tap_of(name: str) -> Any:
-        def tap(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            x = args[0].detach()
-            tapped: Tensor = Tap.apply(output, anchor, lambda gradient: see(name, module, x, gradient))
-            return tapped
+    def tap(name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        tapped: Tensor = Tap.apply(output, anchor, partial(see, name, module, args[0].detach()))
+        return tapped
 
-        return tap
-
-    taps = [(owner(name), tap_of(name)) for name in problem.weights]
+    taps = [(name.rpartition(".")[0], partial(tap, name)) for name in problem.weights]
     with hooked(problem.model, after=taps, first=True), affine_norms(problem):
         yield anchor
-
-
-def backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:
-    """One backward pass for all vectors (K, *output.shape), past every tap and no further."""
-
-    def one(vector: Tensor) -> Tensor:
-        return torch.autograd.grad(output, anchor, vector, retain_graph=True, materialize_grads=True)[0]
-
-    torch.func.vmap(one)(vectors)
-
-
-class Tap(torch.autograd.Function):
-    """The identity. It makes its output depend on the anchor, and shows `see` the gradient that comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, see: Callable[[Tensor], None]) -> Tensor:
-        ctx.see = see
-        return output.clone()  # what follows may write in place; the original is let go
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient = _Look.apply(gradients[0], ctx.see)
-        return (gradient if ctx.needs_input_grad[0] else None), gradient.new_zeros(()), None
-
-
-class _Look(torch.autograd.Function):
-    """The identity. Under vmap `see` gets the plain tensor with the vmapped axis first."""
-
-    @staticmethod
-    def forward(gradient: Tensor, see: Callable[[Tensor], None]) -> Tensor:
-        see(gradient[None])
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, gradient: Tensor, see: Callable[[Tensor], None]) -> tuple[Tensor, int]:
-        gradient = gradient.movedim(in_dims[0], 0)
-        see(gradient)
-        return gradient, 0

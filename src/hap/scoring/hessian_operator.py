@@ -1,7 +1,5 @@
 """The Hessian of the loss in the weights as a linear operator, without writing to the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -10,9 +8,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.errors import HapError
-from hap.scoring.affine import affine_norms
-from hap.scoring.base import ScoringContext
-from hap.scoring.batch import Batch, samples
+from hap.scoring.base import Batch, ScoringContext, samples
+from hap.scoring.derivatives import affine_norms, vmapped
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
 from hap.utils import distributed
 
@@ -54,25 +51,19 @@ class Hessian:
     def __init__(self, problem: ScoringContext):
         self.problem = problem
         self.weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
-        self._only: Term | None = None
 
     def terms(self) -> Iterator[Term]:
-        """Share of the samples times Hessian, batch by batch. The graph of an only batch is kept for the next call."""
+        """Share of the samples times Hessian, batch by batch."""
+        device = self.problem.device
         for batch, share in zip(self.problem.batches, self.problem.shares(), strict=True):
-            term = self._only or self._term(batch, share)
-            self._only = term if len(self.problem.batches) == 1 else None
-            yield term
+            gradients, held = self._gradients(batch)
 
-    def _term(self, batch: Batch, share: float) -> Term:
-        gradients, held = self._gradients(batch)
+            def products(vectors: Tensors, gradients: Tensors = gradients, share: float = share) -> Tensors:
+                return {n: share * p for n, p in self._backward(gradients, vectors).items()}
 
-        def products(vectors: Tensors) -> Tensors:
-            return {n: share * p for n, p in self._backward(gradients, vectors).items()}
-
-        device = next(iter(self.weights.values())).device
-        fitting = max(budget(device) // max(held, 1), 1)  # each vector needs about as much again as the graph
-        cached = fitting if device.type == "cuda" else max(CPU_GRADIENTS // samples(batch), 1)
-        return Term(products, min(fitting, cached))
+            fitting = max(budget(device) // max(held, 1), 1)  # each vector needs about as much again as the graph
+            cached = fitting if device.type == "cuda" else max(CPU_GRADIENTS // samples(batch), 1)
+            yield Term(products, min(fitting, cached))
 
     def _gradients(self, batch: Batch) -> tuple[Tensors, int]:
         """The gradients with their graph, and the bytes it holds."""
@@ -90,10 +81,7 @@ class Hessian:
         return dict(zip(self.weights, gradients, strict=True)), held.bytes
 
     def _backward(self, gradients: Tensors, vectors: Tensors) -> Tensors:
-        """Double backward of several vectors under vmap; the graph is kept for the next ones.
-
-        Forward-over-reverse takes as many convolutions, once the graph is there, and was no faster when timed.
-        """
+        """Double backward of several vectors; forward-over-reverse was no faster when timed, with the graph there."""
         live = [n for n, g in gradients.items() if g.requires_grad]
         if not live:
             return {n: torch.zeros_like(v) for n, v in vectors.items()}
@@ -106,5 +94,5 @@ class Hessian:
         if len(next(iter(vectors.values()))) == 1:  # vmap costs time of its own
             products = tuple(p[None] for p in one({n: v[0] for n, v in vectors.items()}))
         else:
-            products = torch.func.vmap(one)(vectors)
+            products = vmapped(one, vectors)
         return dict(zip(self.weights, products, strict=True))

@@ -4,8 +4,6 @@ The rise of the loss when the weights w_p of a unit go is 1/2 w_p^T H_pp w_p to 
 directions of w_p in its place, trace(H_pp) / (2 |p|) * ||w_p||^2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,14 +13,11 @@ from torch import Tensor
 
 from hap.errors import Argument, HapError
 from hap.groups.types import Group, Producer
-from hap.scoring.base import Criterion, Scores, ScoringContext, fold
-from hap.scoring.deflation import Deflated
+from hap.scoring.base import Criterion, Scores, ScoringContext, check_finite_scores, fold
 from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
 from hap.scoring.hessian_operator import Hessian, Operator, Tensors
-from hap.scoring.hutchinson import diagonal_estimates, signs, without_vmap_warnings
-from hap.scoring.input_checks import check_finite_scores
-from hap.scoring.outputs import CannotSample, use_probes
-from hap.scoring.over_all_slices import mean_squares
+from hap.scoring.hutchinson import Deflated, diagonal_estimates, signs
+from hap.scoring.outputs import CannotTrace, use_probes
 from hap.utils import distributed
 
 METHODS = ("auto", "exact", "sampled", "hutchinson", "gauss-newton")
@@ -89,20 +84,14 @@ class HessianTrace(Criterion):
         curved = problem.groups.curved
         if self.method == "hutchinson" or (self.method == "auto" and curved is not None):
             return hutchinson(problem, self)
-        found = survey(problem)
-        why = found.why_not
-        if self.method != "gauss-newton" and curved is not None:
-            why = f"the network is not piecewise linear in each weight ({curved})"
-        if why is None:
-            try:
-                return self._gauss_newton(problem, found)
-            except CannotSample as error:
-                if self.method != "auto":
-                    raise
-                why = str(error)
-        if self.method == "auto":
-            return hutchinson(problem, self)
-        raise HapError(f'method="{self.method}" does not apply: {why}. ', use_probes("Use"), ".")
+        try:
+            if self.method != "gauss-newton" and curved is not None:
+                raise CannotTrace(f"the network is not piecewise linear in each weight ({curved})")
+            return self._gauss_newton(problem, survey(problem))
+        except CannotTrace as error:
+            if self.method != "auto":
+                raise HapError(f'method="{self.method}" does not apply: {error}. ', use_probes("Use"), ".") from error
+        return hutchinson(problem, self)
 
     def _gauss_newton(self, problem: ScoringContext, found: Survey) -> Scores:
         """Equation 6 from exact traces, or from the mean of sampled ones with its standard error."""
@@ -110,38 +99,43 @@ class HessianTrace(Criterion):
         method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
         traces = gauss_newton_traces(problem, found, self.draws if sampled else 0, self.seed)
         values = equation_6(problem, lambda g, p: fold(g, p, traces[p.weight]))
-        if sampled:
-            return mean_scores(values, {"method": method, "draws": self.draws})
-        return Scores({n: v[0] for n, v in values.items()}, about={"method": method})
+        return mean_scores(values, {"method": method} | ({"draws": self.draws} if sampled else {}))
 
     def estimates(self, problem: ScoringContext) -> Tensor:
         """Unbiased estimates of all scores by Hutchinson's method: (probes, units), groups one after the other."""
-        return torch.cat(list(next(_estimates(problem, self, self.probes, jointly=False)).values()), dim=1)
+        return torch.cat(list(next(_estimates(problem, self, self.probes, equation_6)).values()), dim=1)
 
 
-def hutchinson(problem: ScoringContext, how: HessianTrace, jointly: bool = False) -> Scores:
-    """Equation 6 by random probes, with standard errors; `jointly` takes all slices of a unit as one p."""
+Trace = Callable[[Group, Producer], Tensor]
+
+
+def equation_6(problem: ScoringContext, trace: Trace) -> dict[str, Tensor]:
+    """trace(H_pp) / (2 |p|) * ||w_p||^2, p what a unit owns in one producer, summed over its producers."""
+    return problem.assemble(lambda g, p: trace(g, p) * problem.mean_square(g, p) / 2)
+
+
+Formula = Callable[[ScoringContext, Trace], dict[str, Tensor]]
+
+
+def hutchinson(problem: ScoringContext, how: HessianTrace, formula: Formula = equation_6) -> Scores:
+    """Equation 6, by this formula, from random probes, with standard errors."""
     values: dict[str, Tensor] = {}
-    for block in _estimates(problem, how, BLOCK if how.settle else how.probes, jointly):
+    for block in _estimates(problem, how, BLOCK if how.settle else how.probes, formula):
         values = {n: torch.cat([values[n], v]) if values else v for n, v in block.items()}
         if how.settle is not None and _settled(torch.cat(list(values.values()), dim=1), how.settle):
             break
-    check_finite_scores(torch.cat(list(values.values()), dim=1), "a Hessian product")
+    check_finite_scores(values, "a Hessian product")
     count = len(next(iter(values.values())))
     deflated = {"deflate": how.deflate} if how.deflate else {}
     return mean_scores(values, {"method": "hutchinson", "probes": count} | deflated)
 
 
-def _estimates(problem: ScoringContext, how: HessianTrace, block: int, jointly: bool) -> Iterator[dict[str, Tensor]]:
-    """Estimates (block, units) of equation 6 by group, so many probes at a time.
-
-    Products are summed along the axes of units, and folded into units once, since that waits for the device.
-    """
+def _estimates(problem: ScoringContext, how: HessianTrace, block: int, formula: Formula) -> Iterator[dict[str, Tensor]]:
+    """Estimates (block, units) of equation 6 by group, so many probes at a time."""
     weights, known = problem.weights, Tensors()
     operator: Operator = Hessian(problem)
     if how.deflate:
-        with without_vmap_warnings():
-            operator = rest = Deflated(operator, signs(weights, range(how.deflate), how.seed), how.chunk)
+        operator = rest = Deflated(operator, signs(weights, range(how.deflate), how.seed), how.chunk)
         known = rest.diagonal
     axes = dict.fromkeys((p.weight, p.dim) for g in problem.groups.values() for p in g.producers)
     last = how.deflate + how.probes
@@ -149,7 +143,7 @@ def _estimates(problem: ScoringContext, how: HessianTrace, block: int, jointly: 
         probes = range(first, min(first + block, last))
         sums = {(n, d): weights[n].new_zeros(len(probes), weights[n].shape[d], dtype=torch.float64) for n, d in axes}
         for part, values in diagonal_estimates(operator, weights, probes, how.seed, how.chunk):
-            for (name, dim), total in sums.items():
+            for (name, dim), total in sums.items():  # folded into units later, since that waits for the device
                 total[part] += _sum_along(values[name], dim)
         distributed.sum_(sums.values())
         for name, dim in axes if known else ():
@@ -158,7 +152,7 @@ def _estimates(problem: ScoringContext, how: HessianTrace, block: int, jointly: 
         def trace(group: Group, producer: Producer, sums: Mapping[tuple[str, int], Tensor] = sums) -> Tensor:
             return fold(group, producer, sums[producer.weight, producer.dim])
 
-        yield equation_6(problem, trace, jointly)
+        yield formula(problem, trace)
 
 
 def _sum_along(values: Tensor, dim: int) -> Tensor:
@@ -174,17 +168,6 @@ def _settled(estimates: Tensor, kept: float) -> bool:
 
 
 def mean_scores(estimates: dict[str, Tensor], about: dict[str, Any]) -> Scores:
-    """Means over independent estimates (count, units), and their standard errors."""
-    errors = {n: v.std(0) / len(v) ** 0.5 for n, v in estimates.items()}
+    """Means over independent estimates (count, units), and their standard errors if there are several."""
+    errors = {n: v.std(0) / len(v) ** 0.5 for n, v in estimates.items() if len(v) > 1}
     return Scores({n: v.mean(0) for n, v in estimates.items()}, errors, about)
-
-
-def equation_6(
-    problem: ScoringContext, trace: Callable[[Group, Producer], Tensor], jointly: bool = False
-) -> dict[str, Tensor]:
-    """trace(H_pp) / (2 |p|) * ||w_p||^2, p what a unit owns in one producer, summed over its producers; with `jointly`,
-    p is all that it owns."""
-    if jointly:
-        traces, squares = problem.assemble(trace), mean_squares(problem)
-        return {n: traces[n] * squares[n] / 2 for n in traces}
-    return problem.assemble(lambda g, p: trace(g, p) * problem.mean_square(g, p) / 2)

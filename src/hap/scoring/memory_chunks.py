@@ -1,7 +1,5 @@
 """How much memory scoring may use, how much a graph holds, and going on in smaller pieces when it runs out."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 Result = TypeVar("Result")
-
-SHARE = {"cuda": 0.8, "cpu": 0.5}
-"""Of the free memory of a device. A CPU's is shared with other programs, so half of it is left to them."""
 
 CPU_GRADIENTS = 128
 """Samples times vectors per backward pass on a CPU, where larger pieces leave the cache and gain nothing."""
@@ -35,8 +30,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def budget(device: torch.device) -> int:
-    """Bytes that scoring may use on a device."""
-    return int(SHARE["cuda" if device.type == "cuda" else "cpu"] * free_bytes(device))
+    """Bytes that scoring may use on a device. A CPU's memory is shared with other programs: half is left to them."""
+    return int((0.8 if device.type == "cuda" else 0.5) * free_bytes(device))
 
 
 @dataclass

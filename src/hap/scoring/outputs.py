@@ -4,17 +4,14 @@ Exact traces take one backward pass per vector; random combinations of the vecto
 B as their second moment and give unbiased estimates from a few.
 """
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hap.errors import Argument, ForPython, HapError
-from hap.scoring.base import ScoringContext
-from hap.scoring.batch import DETACHED, Batch
+from hap.scoring.base import DETACHED, Batch, ScoringContext
 
 CLOSE = 1e-6
 
@@ -24,71 +21,57 @@ def use_probes(use: str) -> ForPython:
     return ForPython(f'{use} HessianTrace(method="hutchinson")', ("Give ", Argument("probes"), ", such as 300"))
 
 
-class CannotSample(HapError):
-    """There are no vectors to draw whose second moment is the loss's curvature."""
-
-
-class OutputCurvature(ABC):
-    """B of every sample of a batch."""
-
-    @abstractmethod
-    def factors(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Vectors (K, samples, outputs) and their signs (K, samples) for a part of the samples."""
-
-    @abstractmethod
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random vectors (count, samples, outputs) and signs (count, samples) with E[sign r r^T] = B, all samples."""
+class CannotTrace(HapError):
+    """Gauss-Newton traces cannot be taken of this network and loss; the message says why."""
 
 
 @dataclass(frozen=True)
-class Softmax(OutputCurvature):
+class OutputCurvature:
+    """B of every sample of a batch: `root` turns coefficients (K, samples, outputs) of the s_k into vectors of the same
+    shape; `signs` (samples, outputs) are those of the s_k."""
+
+    root: Callable[[Tensor], Tensor]
+    signs: Tensor
+    why_not: str = ""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The s_k (K, samples, outputs) and their signs (K, samples)."""
+        count, outputs = self.signs.shape
+        each = torch.eye(outputs, dtype=self.signs.dtype, device=self.signs.device)
+        return self.root(each[:, None].expand(-1, count, -1)), self.signs.t()
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random vectors (count, samples, outputs) and signs (count, samples) with E[sign r r^T] = B."""
+        if self.why_not:
+            raise CannotTrace(self.why_not)
+        shape = (count, *self.signs.shape)
+        drawn = torch.randint(0, 2, shape, generator=generator, device=generator.device) * 2 - 1
+        return self.root(drawn.to(self.signs)), self.signs.sum(1).sign().expand(count, -1)
+
+
+def softmax_curvature(q: Tensor, w: Tensor) -> OutputCurvature:
     """B = w (diag(q) - q q^T), s_c = sqrt(w q_c) (e_c - q): cross-entropy, whatever its targets and weights."""
 
-    q: Tensor
-    w: Tensor
+    def root(coefficients: Tensor) -> Tensor:
+        scaled = (w.abs()[:, None] * q).sqrt() * coefficients
+        return scaled - q * scaled.sum(-1, keepdim=True)
 
-    def factors(self, part: slice) -> tuple[Tensor, Tensor]:
-        q, w = self.q[part], self.w[part]
-        roots = (w.abs()[:, None] * q).sqrt()
-        vectors = torch.diag_embed(roots) - roots[:, :, None] * q[:, None]
-        return vectors.transpose(0, 1), w.sign().expand(q.shape[1], -1)
-
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        combined = (self.w.abs()[:, None] * self.q).sqrt() * _signs((count, *self.q.shape), generator, self.q)
-        return combined - self.q * combined.sum(-1, keepdim=True), self.w.sign().expand(count, -1)
+    return OutputCurvature(root, w.sign()[:, None].expand_as(q))
 
 
-@dataclass(frozen=True)
-class Diagonal(OutputCurvature):
+def _diagonal_curvature(d: Tensor) -> OutputCurvature:
     """B = diag(d): squared error, binary cross-entropy."""
-
-    d: Tensor
-
-    def factors(self, part: slice) -> tuple[Tensor, Tensor]:
-        d = self.d[part]
-        return torch.diag_embed(d.abs().sqrt()).transpose(0, 1), d.sign().t()
-
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        low, high = self.d.amin(1), self.d.amax(1)
-        if (low * high < 0).any():
-            raise CannotSample("the loss bends both ways in one sample's outputs")
-        vectors = self.d.abs().sqrt() * _signs((count, *self.d.shape), generator, self.d)
-        return vectors, (low + high).sign().expand(count, -1)
+    both = bool((d.amin(1) * d.amax(1) < 0).any())
+    why = "the loss bends both ways in one sample's outputs" if both else ""
+    return OutputCurvature(lambda coefficients: d.abs().sqrt() * coefficients, d.sign(), why)
 
 
-@dataclass(frozen=True)
-class Blocks(OutputCurvature):
+def _any_curvature(b: Tensor) -> OutputCurvature:
     """Any B (samples, outputs, outputs), by its eigenvectors."""
-
-    b: Tensor
-
-    def factors(self, part: slice) -> tuple[Tensor, Tensor]:
-        values, vectors = torch.linalg.eigh(self.b[part])
-        scaled = vectors * values.abs().sqrt()[:, None]
-        return scaled.permute(2, 0, 1), values.sign().t()
-
-    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        raise CannotSample("the loss is neither a cross-entropy nor one that treats the outputs apart")
+    values, vectors = torch.linalg.eigh(b)
+    scaled = vectors * values.abs().sqrt()[:, None]
+    why = "the loss is neither a cross-entropy nor one that treats the outputs apart"
+    return OutputCurvature(lambda coefficients: (scaled @ coefficients[..., None])[..., 0], values.sign(), why)
 
 
 def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> OutputCurvature | None:
@@ -114,29 +97,21 @@ def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> O
     probes = [torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device) for _ in range(2)]
     seen = [product(v) for v in probes]
     rounding = 1e-13 * (1 + float(slope.detach().norm()))
+
+    def fits(form: Callable[[Tensor], Tensor]) -> bool:
+        pairs = [(product, form(probe)) for product, probe in zip(seen, probes, strict=True)]
+        return all(bool((a - b).norm() <= CLOSE * a.norm() + rounding) for a, b in pairs)
+
     q = output.detach().softmax(1)
-    centred = [q * v - q * (q * v).sum(1, keepdim=True) for v in probes]
-    w = (seen[0] * centred[0]).sum(1) / centred[0].square().sum(1).clamp_min(1e-300)
-    if all(_close(a, w[:, None] * b, rounding) for a, b in zip(seen, centred, strict=True)):
-        return Softmax(q, w)
+    centred = q * probes[0] - q * (q * probes[0]).sum(1, keepdim=True)
+    w = (seen[0] * centred).sum(1) / centred.square().sum(1).clamp_min(1e-300)
+    if fits(lambda v: w[:, None] * (q * v - q * (q * v).sum(1, keepdim=True))):
+        return softmax_curvature(q, w)
     d = product(torch.ones_like(probes[0]))
-    if all(_close(a, d * v, rounding) for a, v in zip(seen, probes, strict=True)):
-        return Diagonal(d)
-    blocks = torch.stack([product(_column(output, k)) for k in range(output.shape[1])], dim=1)
-    if not all(_close(a, torch.einsum("nab,nb->na", blocks, v), rounding) for a, v in zip(seen, probes, strict=True)):
+    if fits(lambda v: d * v):
+        return _diagonal_curvature(d)
+    basis = torch.eye(output.shape[1]).to(output)
+    blocks = torch.stack([product(e.expand_as(output)) for e in basis], dim=1)
+    if not fits(lambda v: torch.einsum("nab,nb->na", blocks, v)):
         raise HapError("the loss mixes the samples of a batch; ", use_probes("use"))
-    return Blocks(blocks)
-
-
-def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
-    return bool((a - b).norm() <= CLOSE * a.norm() + rounding)
-
-
-def _column(output: Tensor, k: int) -> Tensor:
-    column = torch.zeros_like(output)
-    column[:, k] = 1
-    return column
-
-
-def _signs(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
-    return (torch.randint(0, 2, shape, generator=generator, device=generator.device) * 2 - 1).to(like)
+    return _any_curvature(blocks)

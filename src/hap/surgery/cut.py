@@ -1,7 +1,5 @@
 """Cut the tensors of a model as a plan says, and make all else follow: attributes, implants, what stands around."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any
 
@@ -14,12 +12,19 @@ from hap.execution.calling import forgetting_caches
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
 from hap.planning.steps import Cut
-from hap.surgery.hooks import attach_implant, attach_input_selection, attach_output_scatter
+from hap.surgery.additions import attach_implant, attach_input_selection, attach_output_scatter, build_implants
 from hap.surgery.multihead_attention import FewerHeads
 from hap.utils.module_tree import named_tensors
 
-LARGE = 1 << 20
-"""How many elements a matrix has at least that is cut a few rows at a time."""
+LARGE, FEW = 1 << 20, 16
+"""A matrix with as many elements is cut so many rows at a time."""
+
+
+def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
+    """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
+    plan.check_fits(model)
+    carry_out_(model, plan, build_implants(model, plan), cut_tensors(model, plan))
+    return model
 
 
 def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> dict[str, Tensor]:
@@ -30,25 +35,21 @@ def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> 
         if names is None or cut.name in names:
             cuts.setdefault(cut.name, []).append(cut)
     with torch.no_grad():
-        return {name: _shortened_by(tensors[name].detach(), some) for name, some in cuts.items()}
+        return {name: _cut(tensors[name].detach(), some) for name, some in cuts.items()}
 
 
-def _shortened_by(tensor: Tensor, cuts: list[Cut]) -> Tensor:
+def _cut(tensor: Tensor, cuts: list[Cut]) -> Tensor:
     """What several cuts leave. Of a large matrix a few rows at a time, so that what the first cut leaves of it is never
     written out whole: memory that is new to a process takes longer to get than to fill."""
     if {cut.dim for cut in cuts} == {0, 1} and tensor.numel() >= LARGE and tensor.is_contiguous():
         rows, columns = (_index(cut, tensor) for cut in sorted(cuts, key=lambda cut: cut.dim))
         shorter = tensor.new_empty(len(rows), len(columns), *tensor.shape[2:])
-        for some, place in zip(rows.split(step := _rows_at_once(tensor)), shorter.split(step), strict=True):
+        for some, place in zip(rows.split(FEW), shorter.split(FEW), strict=True):
             torch.index_select(tensor.index_select(0, some), 1, columns, out=place)
         return shorter
     for cut in cuts:
         tensor = shortened(tensor, cut)
     return tensor
-
-
-def _rows_at_once(tensor: Tensor) -> int:
-    return max(1, LARGE // (4 * tensor[0].numel()))
 
 
 def carry_out_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
@@ -129,10 +130,9 @@ def _index(cut: Cut, tensor: Tensor) -> Tensor:
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
-    channels_last = (
-        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    )
-    return torch.channels_last if channels_last else torch.contiguous_format
+    if tensor.is_contiguous() or tensor.ndim != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 # ---- attributes follow the tensors --------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """nn.MultiheadAttention takes the width of a head from that of its input; with some heads gone, the two differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

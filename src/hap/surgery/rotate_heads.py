@@ -1,8 +1,6 @@
 """Rotating heads: other factors of the same products, with the leading singular directions first."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,26 +21,26 @@ def rotated(model: nn.Module, spaces: Sequence[HeadSpace], example: Any = None) 
 
     With an `example`, HapError if the model then returns anything else.
     """
-    if not spaces:
+    if spaces and example is not None:
+        problem = rotation_changes(model, spaces, example)
+        if problem and is_float32(model):  # by rounding? Float64 tells.
+            exact, again = in_float64(model, example)
+            problem = rotation_changes(exact, spaces, again)
+        if problem:
+            what = "the model depends on the basis of heads to be narrowed, so nothing was changed"
+            raise HapError(f"{what}: {problem}")
+    with restored_on_failure(model, rotate_(model, spaces)):
         yield
-        return
-    if example is not None:
-        _check(model, spaces, example)
-    before = rotate_(model, spaces)
+
+
+@contextmanager
+def restored_on_failure(model: nn.Module, before: Mapping[str, Tensor]) -> Iterator[None]:
+    """If something inside raises, parameters get these values back."""
     try:
         yield
     except BaseException:
         restore_(model, before)
         raise
-
-
-def _check(model: nn.Module, spaces: Sequence[HeadSpace], example: Any) -> None:
-    problem = rotation_changes(model, spaces, example)
-    if problem and is_float32(model):  # by rounding? Float64 tells.
-        exact, again = in_float64(model, example)
-        problem = rotation_changes(exact, spaces, again)
-    if problem:
-        raise HapError(f"the model depends on the basis of heads to be narrowed, so nothing was changed: {problem}")
 
 
 def rotation_changes(
@@ -68,9 +66,8 @@ def rotate_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
     """
     tensors = dict(model.named_parameters(remove_duplicate=False))
     parts = [part for s in spaces for part in (*s.left, *s.right)]
-    names = {n for part in parts for n in (part.weight, part.bias) if n is not None}
-    before = {n: tensors[n].detach().clone() for n in names}
-    if bad := [n for n in sorted(names) if not before[n].isfinite().all()]:
+    before = values_of(model, {name for part in parts for name, _ in part.axes})
+    if bad := [n for n in sorted(before) if not before[n].isfinite().all()]:
         raise HapError(f"{bad[0]} holds values that are not finite; heads can be narrowed where all weights are")
     for space in spaces:
         sides = [torch.cat([_matrix(tensors, part) for part in side]) for side in (space.left, space.right)]
@@ -80,7 +77,13 @@ def rotate_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
     return before
 
 
-def restore_(model: nn.Module, before: dict[str, Tensor]) -> None:
+def values_of(model: nn.Module, names: Container[str] | None = None) -> dict[str, Tensor]:
+    """Copies of the parameters with these names, or of all."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.detach().clone() for name, p in named if names is None or name in names}
+
+
+def restore_(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     for name, values in before.items():
         tensors[name].data.copy_(values)

@@ -1,9 +1,9 @@
 """trace: from a model and an example to the groups of units that can be removed together.
 
-Every index of every parameter axis has a label (`labels`). `walk` lets labels go through the captured graph, operator
-by operator, as the rules in `rules` say; these write through `context.RuleContext`, and what they find beside labels is
-in `findings`. `settle` makes classes of labels that share one fate, and `build_groups` makes `Groups` of classes.
-`trace` puts this together and has removal tried (`hap.trials`).
+Every index of every parameter axis has a label, and those that share one fate are a class (`labels`). `trace.walk` lets
+labels go through the captured graph, operator by operator, as the rules in `rules` say; these write through
+`context.RuleContext`. `build_groups` makes `Groups` of classes. `trace` puts this together and has removal tried
+(`hap.trials`).
 
 Beside that: weights that are computed or views (`weight_views`), heads that zeros stand in for (`zero_padding`),
 branches that run in training alone, why something stays (`unprunable`), and `rewrite`. Import `hap.trace`,

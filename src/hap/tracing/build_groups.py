@@ -1,24 +1,19 @@
 """From labels to `Groups`: classes, units by the weights that compute them, and all that planning and surgery ask."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx, nn
 
 from hap.errors import HapError
 from hap.groups.components import occurring
 from hap.groups.groups import Groups
+from hap.groups.transformer_blocks import heads
 from hap.groups.types import (
-    ActivationMacs,
     Group,
     Ints,
-    OutputScatter,
     Producer,
     Rewiring,
     SizeAttribute,
@@ -26,9 +21,7 @@ from hap.groups.types import (
     Traits,
 )
 from hap.tracing.context import RuleContext
-from hap.tracing.label_tensors import same_along
-from hap.tracing.labels import LabelStore, Reshaped
-from hap.tracing.settle import classes_of_produced, concatenated
+from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, same_along
 from hap.tracing.unprunable import ASKED, STREAM, find_untouched
 from hap.tracing.zero_padding import pad_with_zeros
 
@@ -46,11 +39,12 @@ class GroupsBuilder:
         context, store, root = self.context, self.store, classes_of_produced(self.store)
         self.root = root
         axes = {key: root[labels] for key, labels in store.axes.items()}
-        streams = [OutputScatter(s.module, root[s.narrow], root[s.wide]) for s in store.streams]
-        edges = [np.stack([s.narrow, s.wide], axis=1) for s in streams]
-        feeds = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *edges]), axis=0)
-        costs, norms, flow, uses = context.costs, context.norms, context.flow, context.costs.uses
+        edges = [concatenated([s.narrow for s in store.streams]), concatenated([s.wide for s in store.streams])]
+        feeds = np.unique(root[np.stack(edges, axis=1)], axis=0)
+        costs, norms, flow = context.costs, context.norms, context.flow
+        uses = Counter(term.weight for term in costs.weights)
         shared = next((w for w, n in uses.items() if n > 1), None)
+        whole = [x for x, dims in flow.seen_whole if _one_of_several(root[x], dims)]
         untouched = find_untouched(context.index, store, norms if not self.stream else None, axes)
         groups = Groups(
             coupling=self.coupling,
@@ -62,22 +56,20 @@ class GroupsBuilder:
             trainable=context.index.trainable,
             costs=TracedCosts(
                 weight_macs=tuple(costs.weights),
-                activation_macs=tuple(ActivationMacs(root[p.classes], p.positions) for p in costs.activations),
+                activation_macs=tuple(costs.activations),
                 fixed_macs=costs.fixed,
-                written_values=tuple(_written(flow.layers, root)),
+                written_values=tuple(flow.written),
                 uncounted=tuple(sorted(costs.uncounted)),
-            ),
+            ).relabelled(root),
             rewiring=Rewiring(
-                size_attributes=tuple(replace(x, classes=root[x.classes]) for x in context.sizes.attributes),
-                input_selections=tuple(replace(x, classes=root[x.classes]) for x in context.rewired.selections),
-                output_scatters=tuple(streams),
-            ),
+                size_attributes=tuple(context.wiring.attributes),
+                input_selections=tuple(context.wiring.selections),
+                output_scatters=tuple(store.streams),
+            ).relabelled(root),
             traits=Traits(
-                spanned=_removable(root, norms.spanned),
-                in_activation_products=_removable(root, flow.operands),
-                whole_matrices=_removable(
-                    root, [x.ravel() for x, dims in flow.seen_whole if _one_of_several(root[x], dims)]
-                ),
+                spanned=frozenset(_removable(root, norms.spanned)),
+                in_activation_products=frozenset(_removable(root, flow.operands)),
+                whole_matrices=frozenset(_removable(root, whole)),
             ),
             used_once=frozenset(w for w in costs.direct if uses[w] == 1),
             conv_geometry={w: s for w, s in costs.geometries.items() if uses[w] == 1},
@@ -87,23 +79,28 @@ class GroupsBuilder:
             curved=costs.curved or (shared and f"{shared} is used twice"),
             example=self.example,
         )
-        held = np.unique(root[np.concatenate([np.zeros(1, np.int64), *(labels for labels, _ in store.held)])])
-        index, used_inside = context.index, context.rewired.used_inside
-        groups, unable = pad_with_zeros(groups, held, index.called, index.modules, used_inside)
+        held = np.unique(root[concatenated([labels for labels, _ in store.held])])
+        groups, unable = pad_with_zeros(groups, held, context.index, context.wiring.used_inside)
         self.root = np.where(np.isin(root, list(groups.traits.zero_padded)), 0, root)
-        if not len(unable):
-            return groups
         for labels, about in store.held:
-            if np.isin(root[labels], unable).any():
-                store.freeze(labels[np.isin(root[labels], unable)], about.what, about.why)
-        return self.build()
+            store.freeze(labels[np.isin(root[labels], unable)], about.what, about.why)
+        return self.build() if len(unable) else groups
 
     def settle(self, ignore: Sequence[str]) -> Groups:
-        """The groups without those to `ignore` and, unless it was asked for, without the residual stream."""
-        groups = self.build()
-        if self._hold_averaged():
+        """The groups without those to `ignore` and, unless it was asked for, without the residual stream.
+
+        Without what is averaged over and also reshaped by size too: values change with an average, so that no run could
+        tell whether the sizes are right.
+        """
+        groups, norms = self.build(), self.context.norms
+        doubtful = np.intersect1d(self.root[concatenated(norms.averaged)], self.sized_classes())
+        if len(doubtful):
+            self.store.hold(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
             groups = self.build()
-        if not self.stream and self._freeze_stream(groups):
+        stream = norms.stream(self.root)
+        if len(stream) and not self.stream:
+            names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()]
+            self.store.freeze(stream, ", ".join(names), STREAM)
             groups = self.build()
         ignored = groups.matching(ignore, "ignore")
         return self.build_without(groups, dict.fromkeys(ignored, ASKED)) if ignored else groups
@@ -114,22 +111,13 @@ class GroupsBuilder:
             self.store.freeze(groups[name].classes, name, why)
         return self.build()
 
-    def _hold_averaged(self) -> bool:
-        """Freeze what is averaged over and also reshaped by size. Values change with an average, so that no run could
-        tell whether the sizes are right."""
-        averaged = self.root[concatenated(self.context.norms.averaged)]
-        doubtful = np.intersect1d(averaged, self.sized_classes())
-        self.store.hold(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
-        return len(doubtful) > 0
-
-    def _freeze_stream(self, groups: Groups) -> bool:
-        """Freeze what branches add up to and a norm averages over; True if there is such a thing."""
-        norms = self.context.norms
-        stream = np.intersect1d(self.root[concatenated(norms.summed)], self.root[concatenated(norms.normed)])
-        stream = np.setdiff1d(stream, [0])
-        names = [n for n, g in groups.items() if np.isin(g.classes, stream).any()] if len(stream) else []
-        self.store.freeze(stream, ", ".join(names), STREAM)
-        return len(stream) > 0
+    def build_with_padding(self, groups: Groups, reasons: Mapping[str, str]) -> tuple[Groups, list[str]]:
+        """The groups without these, or with zeros that stand in for those of heads: which these are, to be tried."""
+        held = [n for n in reasons if n in heads(groups) and not groups.pads(n)]
+        for name in held:
+            self.store.hold(groups[name].classes, name, reasons[name])
+        found = self.build_without(groups, {name: why for name, why in reasons.items() if name not in held})
+        return found, [n for n in held if n in found]
 
     # ---- what a trial asks ----------------------------------------------------------------------------------
 
@@ -143,33 +131,33 @@ class GroupsBuilder:
 
         Or of one part of something split there, by sizes in a tuple.
         """
-        found: dict[tuple[str, str, int], dict[bytes, SizeAttribute]] = {}
+        found: dict[tuple[str, str, int], dict[bytes, Ints]] = {}
         modules = self.context.index.modules
         for it in (x for x in self.store.reshaped if x.labels.numel() and x.module in modules):
-            for size, classes in self._counted_axes(it):
-                for attribute, entry in _integers(modules[it.module], size, it.part):
-                    axes = found.setdefault((it.module, attribute, entry), {})
-                    number = SizeAttribute(it.module, attribute, classes, entry=entry, axis=len(axes))
-                    axes.setdefault(classes.tobytes(), number)
-        return [number for axes in found.values() for number in axes.values()]
-
-    def _counted_axes(self, reshaped: Reshaped) -> Iterator[tuple[int, Ints]]:
-        """The axes along which a reshaped tensor has one class at each index, and not the same one at all."""
-        roots = torch.from_numpy(np.asarray(self.root[reshaped.labels.numpy()]))
-        for dim, size in enumerate(roots.shape):
-            rows = roots.movedim(dim, 0).reshape(size, -1)
-            if size > 1 and bool((rows == rows[:, :1]).all()) and len(rows[:, 0].unique()) > 1:
-                yield size, rows[:, 0].numpy()
+            for classes in _counted_axes(self.root[it.labels.numpy()]):
+                for attribute, entry in _integers(modules[it.module], len(classes), it.part):
+                    found.setdefault((it.module, attribute, entry), {})[classes.tobytes()] = classes
+        return [
+            SizeAttribute(module, attribute, classes, entry=entry, axis=axis)
+            for (module, attribute, entry), axes in found.items()
+            for axis, classes in enumerate(axes.values())
+        ]
 
     def sized_classes(self) -> Ints:
         """Classes that pass through an operator with sizes among its arguments, such as a view or a split."""
-        sized = (self.root[labels] for labels in self.context.sizes.sized)
-        return np.setdiff1d(np.flatnonzero(occurring(self.store.count, sized)), [0])
+        return np.array(_removable(self.root, self.context.wiring.sized), np.int64)
 
     def sliced_classes(self) -> Ints:
         """Classes of tensors that are sliced along an axis that is cut. An end beyond what is left raises nothing."""
-        grids = [(self.root[labels], dim) for labels, dim in self.context.sizes.sliced]
-        return np.setdiff1d(concatenated([grid.ravel() for grid, dim in grids if not same_along(grid, [dim])]), [0])
+        cut = [labels for labels, dim in self.context.wiring.sliced if not same_along(self.root[labels], [dim])]
+        return np.array(_removable(self.root, cut), np.int64)
+
+
+def _counted_axes(grid: Ints) -> Iterator[Ints]:
+    """The classes along axes at each index of which there is one, and not the same one at all."""
+    for dim, size in enumerate(grid.shape):
+        if size > 1 and same_along(grid, [d for d in range(grid.ndim) if d != dim]) and not same_along(grid, [dim]):
+            yield np.moveaxis(grid, dim, 0).reshape(size, -1)[:, 0].copy()
 
 
 def _integers(module: nn.Module, size: int, part: int | None) -> Iterator[tuple[str, int]]:
@@ -191,19 +179,9 @@ def _one_of_several(grid: Ints, dims: list[int]) -> bool:
     return same_along(grid, dims) and not same_along(grid, list(range(grid.ndim)))
 
 
-def _removable(root: Ints, labels: list[Ints]) -> frozenset[int]:
+def _removable(root: Ints, labels: Iterable[Ints]) -> list[int]:
     """The classes of these labels, without that of what is never removed."""
-    return frozenset(np.flatnonzero(occurring(len(root), (root[some] for some in labels))).tolist()) - {0}
-
-
-def _written(layers: Mapping[fx.Node, Any], root: Ints) -> Iterator[ActivationMacs]:
-    """What the layers write: as many values for each label of an output as it stands for."""
-    for node, labels in layers.items():
-        value = node.meta["val"]
-        if isinstance(labels, list):  # a recurrent layer also returns its last states
-            labels, value = labels[0], value[0]
-        if isinstance(labels, Tensor) and labels.numel():
-            yield ActivationMacs(root[labels.flatten().numpy()], value.numel() // labels.numel())
+    return [c for c in np.flatnonzero(occurring(len(root), (root[some] for some in labels))).tolist() if c]
 
 
 def _group_units(store: LabelStore, axes: dict[tuple[str, int], Ints], feeds: Ints) -> dict[str, Group]:
@@ -223,7 +201,7 @@ def _group_units(store: LabelStore, axes: dict[tuple[str, int], Ints], feeds: In
             for g in np.unique(owner[labels[owner[labels] >= 0]]):
                 producers[g].append(Producer(*key, np.where(owner[labels] == g, unit[labels], -1)))
         elif store.roles[key] == "in":
-            read = np.concatenate([labels, feeds[np.isin(feeds[:, 1], labels[labels > 0]), 0]])
+            read = np.append(labels, feeds[np.isin(feeds[:, 1], labels[labels > 0]), 0])
             for g in np.unique(owner[read[owner[read] >= 0]]):
                 consumers[g].append(key)
     modules = Counter(key[0].rpartition(".")[0] for key, _ in homes)

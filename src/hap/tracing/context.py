@@ -1,23 +1,116 @@
-"""RuleContext: what a rule may ask, decide and note while labels go through a graph."""
+"""RuleContext: what a rule may ask, decide and note while labels go through a graph.
 
-from __future__ import annotations
+What rules find out beside labels is kept by subject: costs, norms, wiring, and which layer feeds what.
+"""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
 
 from hap.graph.index import GraphIndex
 from hap.graph.nodes import shape_of, short_name
+from hap.graph.operator_families import Trait, having
 from hap.graph.shared_tables import TableUse
 from hap.groups.components import distinct
 from hap.groups.types import ActivationMacs, ConvGeometry, InputSelection, Ints, SizeAttribute, WeightMacs
-from hap.tracing.findings import CostFindings, Dataflow, NormFindings, RewiredFindings, SizeFindings
-from hap.tracing.label_tensors import long_axes, varies
-from hap.tracing.labels import ConstantPosition, LabelStore, PartialOperand, Reshaped
+from hap.tracing.labels import LabelStore, Reshaped, Undecided, concatenated, long_axes, varies
 from hap.tracing.weight_views import View, find_views
+
+ADDING = having(Trait.ADDS)
+
+
+@dataclass
+class CostFindings:
+    """Multiply-adds: of weights, of activations with each other, and those that nothing changes.
+
+    `uncounted` are operators that may be matrix products; `direct` are weights of layers that use them as they are;
+    `geometries` are those of two-dimensional convolutions; `curved` is the first operator that is not piecewise linear.
+    """
+
+    weights: list[WeightMacs] = field(default_factory=list)
+    activations: list[ActivationMacs] = field(default_factory=list)
+    fixed: int = 0
+    uncounted: set[str] = field(default_factory=set)
+    direct: set[str] = field(default_factory=set)
+    geometries: dict[str, ConvGeometry] = field(default_factory=dict)
+    curved: str | None = None
+
+
+@dataclass
+class NormFindings:
+    """Labels that are `spanned` by a norm or average, those of them under a real norm or mean, and `summed` branches.
+
+    `scales` are the weights of batch normalisations.
+    """
+
+    scales: list[str] = field(default_factory=list)
+    spanned: list[Ints] = field(default_factory=list)
+    normed: list[Ints] = field(default_factory=list)
+    averaged: list[Ints] = field(default_factory=list)
+    summed: list[Ints] = field(default_factory=list)
+
+    def stream(self, root: Ints) -> Ints:
+        """The classes of what branches add up to and a norm averages over."""
+        found = np.intersect1d(root[concatenated(self.summed)], root[concatenated(self.normed)])
+        return np.setdiff1d(found, [0])
+
+
+@dataclass
+class WiringFindings:
+    """What stands around layers and has to fit: `attributes` of modules that count units, labels that pass through a
+    view, split or slice, modules that pick a part of a shared table (`selections`), weights that an outer module uses.
+    """
+
+    attributes: list[SizeAttribute] = field(default_factory=list)
+    sized: list[Ints] = field(default_factory=list)
+    sliced: list[tuple[Ints, int]] = field(default_factory=list)
+    selections: list[InputSelection] = field(default_factory=list)
+    used_inside: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Dataflow:
+    """Which layers feed which operators, and where what they compute is multiplied, as in attention.
+
+    `layers` multiply by weights, and `written` counts the values that they compute. `sources` are the layers, tables
+    and sums of branches that a result is computed from, with none of these in between. `products` says of results, as
+    far as these go, whether they are computed from a product of what layers compute. `operands` are labels that enter
+    such a product, or leave a layer that reads one, as attention's output layer does; `seen_whole` tensors with the
+    axes along which a product sees all of each thing, such as of a head.
+    """
+
+    layers: set[fx.Node] = field(default_factory=set)
+    written: list[ActivationMacs] = field(default_factory=list)
+    sources: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    products: dict[fx.Node, bool] = field(default_factory=dict)
+    operands: list[Ints] = field(default_factory=list)
+    seen_whole: list[tuple[Ints, list[int]]] = field(default_factory=list)
+
+    def follow(self, node: fx.Node, labels: Any) -> None:
+        """Note what a node with these labels is computed from, once its rule has run."""
+        multiplied = any(self.products.get(a, False) for a in node.all_input_nodes)
+        if node in self.layers:
+            if multiplied and isinstance(labels, Tensor):
+                self.operands.append(distinct(labels))
+            # a recurrent layer also returns its last states, which are not counted
+            output, value = (x[0] if isinstance(x, list | tuple) else x for x in (labels, node.meta["val"]))
+            if isinstance(output, Tensor) and output.numel():
+                self.written.append(ActivationMacs(output.flatten().numpy(), value.numel() // output.numel()))
+        if node in self.layers or short_name(node) == "embedding" or self.adds_branches(node):
+            self.sources[node] = frozenset([node])
+        else:
+            self.sources[node] = frozenset().union(*(self.sources.get(a, ()) for a in node.all_input_nodes))
+            self.products.setdefault(node, multiplied)
+
+    def adds_branches(self, node: fx.Node) -> bool:
+        """Whether it adds what different layers compute. A norm that adds its input to the same, scaled, does not."""
+        operands = {self.sources[a] for a in node.all_input_nodes if self.sources.get(a)}
+        return short_name(node) in ADDING and len(operands) > 1
 
 
 class RuleContext:
@@ -26,10 +119,10 @@ class RuleContext:
     Ask: `labels(node)`, `entering(node)`, `weight_view(node)`, `parameter(node)`, `module(node)`.
     Label a weight: `tie_inputs` what it reads, `outputs` what it computes, `tie_bias`, `axis`, `tie`, `fresh`.
     Decide: `join` labels that share one fate, `freeze` labels that stay, `hold` those that stay as many as they are.
-    Note what it costs: `contraction`, `activation_product`, `fixed_cost`.
-    Note what the checks have to know: `spans`, `sized`, `sliced`, `reshaped`, `count`.
+    Note what it costs: `contraction`, `activation_product`.
+    Note what the checks have to know: `spans`, `sized`, `reshaped`.
 
-    All else that is noted here serves the rules of attention, normalisations and convolutions.
+    What single rules find out goes into `costs`, `norms`, `wiring` and `flow`.
     """
 
     def __init__(self, index: GraphIndex, store: LabelStore | None = None):
@@ -37,8 +130,8 @@ class RuleContext:
         self.store = store = store or LabelStore(index.shapes, index.trainable)
         self.fresh, self.axis, self.tie = store.fresh, store.axis, store.tie
         self.join, self.freeze, self.hold = store.join, store.freeze, store.hold
-        self.costs, self.norms, self.sizes = CostFindings(), NormFindings(), SizeFindings()
-        self.rewired, self.flow = RewiredFindings(), Dataflow()
+        self.parameter, self.module = index.parameter, index.module
+        self.costs, self.norms, self.wiring, self.flow = CostFindings(), NormFindings(), WiringFindings(), Dataflow()
         self.values: dict[fx.Node, Any] = {}
         self.views: dict[fx.Node, Any] = find_views(index, store)
         self.reader: fx.Node | None = None
@@ -54,39 +147,25 @@ class RuleContext:
         return self._entered(node, use) if node in self.index.tables else self.values[node]
 
     def _entered(self, table: fx.Node, use: TableUse | None) -> Tensor:
-        """The labels of a table inside a module that picks its own part of it along the one axis where it varies.
-
-        The module that makes the table has no such way; it works with all of it.
-        """
+        """The labels of a table inside a module that picks its own part of it along the one axis where it varies."""
         if (table, use) not in self.entered:
             labels = self.values[table]
             long = long_axes(labels.shape)
             if len(long) == 1 and varies(labels):
                 self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
                 own = self.fresh(labels.numel())
-                if use is None:
+                if use is None:  # it works with all of the table
                     self.hold(own, table.name, "shared by several modules, of which this one makes it")
                 else:
-                    self.rewired.selections.append(InputSelection(use.module, use.argument, long[0], own))
+                    self.wiring.selections.append(InputSelection(use.module, use.argument, long[0], own))
                 labels = torch.from_numpy(own).view(labels.shape)
             self.entered[table, use] = labels
         return self.entered[table, use]
 
     def entering(self, node: fx.Node) -> list[Tensor]:
         """The labels of all tensors that enter a node."""
-        found: list[Any] = []
-        for a in node.all_input_nodes:
-            value = self.labels(a) if a in self.index.parameters or a in self.values else None
-            found += value if isinstance(value, list) else [value]
-        return [v for v in found if isinstance(v, Tensor)]
-
-    def parameter(self, node: Any) -> str | None:
-        """The name of the parameter or buffer that a node stands for; None for anything else."""
-        return self.index.parameter(node)
-
-    def module(self, node: fx.Node) -> str:
-        """The innermost module that ran this node, by the first of its names."""
-        return self.index.module(node)
+        known = [a for a in node.all_input_nodes if a in self.index.parameters or a in self.values]
+        return [x for x in pytree.tree_leaves([self.labels(a) for a in known]) if isinstance(x, Tensor)]
 
     def weight_view(self, node: Any) -> View | None:
         """What a layer's weight is made from, also transposed or in part; None if it is an activation."""
@@ -118,15 +197,9 @@ class RuleContext:
             else:
                 self.tie(name, 0, labels, "free")
 
-    # ---- labels that are decided on later -------------------------------------------------------------------
-
-    def lacks_axes(self, labels: Ints, operand: Ints, dims: list[int]) -> None:
+    def lacks_axes(self, labels: Tensor, operand: Tensor, dims: list[int]) -> None:
         """An operand varies along `dims` alone: it follows, unless whole indices of the other axes go."""
-        self.store.partial.append(PartialOperand(labels, operand, dims))
-
-    def counts_past(self, labels: Ints, passed: Ints, dim: int) -> None:
-        """The code names a position along an axis: what it is counted past stays, if any index of the axis may go."""
-        self.store.constant.append(ConstantPosition(labels, passed, dim))
+        self.store.partial.append(Undecided(labels.numpy(), operand.numpy(), dims))
 
     def reshaped(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
         """The node's module gives a tensor this shape: it stays rectangular, and attributes may count its axes."""
@@ -137,33 +210,20 @@ class RuleContext:
     def contraction(self, node: fx.Node, view: View, positions: int) -> None:
         """A layer multiplies each element of a weight so many times."""
         weight, module, layer = view.name, self.module(node), self.index.module_of(node)
-        self.costs.uses[weight] += 1
         as_stored = view.whole and not view.spans and f"{module}.weight" == weight
         if as_stored and isinstance(layer, _ConvNd | nn.Linear):
             self.costs.direct.add(weight)
-        if short_name(node) == "linear" and view.whole and self._is_inside(weight, module):
-            self.rewired.used_inside[weight] = module
+        owner = weight.rpartition(".")[0]
+        inside = owner != module and f"{owner}.".startswith(f"{module}." if module else "")
+        if inside and short_name(node) == "linear" and view.whole:  # of a layer that the module does not call
+            self.wiring.used_inside[weight] = module
         part = None if view.whole else tuple(zip(view.dims, view.index, strict=True))
         self.costs.weights.append(WeightMacs(weight, positions, part))
-        self.flow.layers[node] = None  # its labels, once they are there
-
-    def _is_inside(self, weight: str, outer: str) -> bool:
-        """Whether a module's own forward uses the weight of a layer in it, which it does not call."""
-        owner = weight.rpartition(".")[0]
-        return owner != outer and f"{owner}.".startswith(f"{outer}." if outer else "")
+        self.flow.layers.add(node)
 
     def activation_product(self, labels: Tensor | Ints, positions: int) -> None:
         """So many multiply-adds for each of these labels that stays, whatever weights there are."""
         self.costs.activations.append(ActivationMacs(np.asarray(labels).ravel(), positions))
-
-    def fixed_cost(self, macs: int, uncounted: set[str]) -> None:
-        """Multiply-adds that no plan changes, and operators that may be matrix products and are not counted."""
-        self.costs.fixed += macs
-        self.costs.uncounted |= uncounted
-
-    def convolution(self, geometry: ConvGeometry) -> None:
-        """A layer that an implant could stand in for."""
-        self.costs.geometries[geometry.weight] = geometry
 
     # ---- what the checks have to know -----------------------------------------------------------------------
 
@@ -176,38 +236,16 @@ class RuleContext:
         if averaged:
             self.norms.averaged.append(flat)
 
-    def scales_channels(self, parameter: str) -> None:
-        """The weight of a batch normalisation."""
-        self.norms.scales.append(parameter)
-
-    def sums_branches(self, labels: Tensor) -> None:
-        """What branches add up to."""
-        self.norms.summed.append(distinct(labels))
-
     def sized(self, *labels: Tensor | Ints) -> None:
         """These pass through an operator with sizes among its arguments, which a forward may have hard-coded."""
-        self.sizes.sized += [distinct(x) for x in labels]
-
-    def sliced(self, labels: Tensor, dim: int) -> None:
-        """A slice along an axis: an end beyond what is left raises nothing."""
-        self.sizes.sliced.append((labels.numpy(), dim))
-
-    def count(self, module: str, attribute: str, labels: Tensor, per: int = 1) -> None:
-        """An integer of a module counts these labels, over a divisor."""
-        self.sizes.attributes.append(SizeAttribute(module, attribute, labels.flatten().numpy(), per))
-
-    # ---- products of activations ----------------------------------------------------------------------------
+        self.wiring.sized += [distinct(x) for x in labels]
 
     def multiplies(self, node: fx.Node, *operands: fx.Node) -> None:
         """A product of what layers compute, and not of activations with a constant, is what an attention is made of."""
         made = [self.flow.sources.get(x, frozenset()) for x in operands]
-        self.flow.products[node] = all(layers and layers <= self.flow.layers.keys() for layers in made)
+        self.flow.products[node] = all(layers and layers <= self.flow.layers for layers in made)
         if all(made):
             self.flow.operands += [distinct(self.labels(x)) for x in operands]
-
-    def sees_whole(self, labels: Tensor, dims: list[int]) -> None:
-        """A product of activations sees all of what has one label along these axes, such as a head."""
-        self.flow.seen_whole.append((labels.numpy(), dims))
 
 
 def labels_of_axis(context: RuleContext, node: fx.Node, dim: int) -> Ints:

@@ -1,34 +1,28 @@
-"""LabelStore: the label of each index of each parameter axis, and which labels share one fate."""
+"""Labels of all parameter axes, the classes of those that share one fate, and tensors of labels.
 
-from __future__ import annotations
+A label tensor has one integer per position of an activation, with size 1 along axes where labels do not vary.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hap.groups.components import distinct
+from hap.groups.components import distinct, merged, occurring
 from hap.groups.types import Frozen, Ints, OutputScatter
-from hap.tracing.label_tensors import labels_on_axis, long_axes, zeros
 
 
 @dataclass(frozen=True)
-class PartialOperand:
-    """`operand` lacks some of the axes along which `labels` vary; it has those in `dims`."""
+class Undecided:
+    """What becomes of `others` depends on whether `labels` come to differ along axes `dims`: see `_partial` and
+    `_constant`."""
 
     labels: Ints
-    operand: Ints
+    others: Ints
     dims: list[int]
-
-
-@dataclass(frozen=True)
-class ConstantPosition:
-    """A position along axis `dim` of `labels` that the code names; `passed` are the labels it is counted past."""
-
-    labels: Ints
-    passed: Ints
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -44,10 +38,11 @@ class LabelStore:
     """All labels of one model. Two graphs of the same model may share a store.
 
     Labels are the integers below `count`; label 0 is never removed. `axes` has the labels of parameter axes and `roles`
-    says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `edges` are pairs of
-    labels with one fate, `bonds` those of them of which neither label is 0. `causes` are labels that are frozen and
-    `held` labels that stay as many as they are, both with the reason. `streams` join branches in `union` coupling. What
-    is `partial`, `constant` or `reshaped` is decided on when all else is known: see `settle`.
+    says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `bonds` are pairs of
+    labels with one fate, as two rows, and `joined` what those before came to: see `bonded`. `zeros` share the fate of
+    label 0. `causes` are labels that are frozen and `held` labels that stay as many as they are, both with the reason.
+    `streams` join branches in `union` coupling. Operands that are `partial`, `constant` positions and tensors that are
+    `reshaped` are decided on when all else is known: see `classes_of_labels`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], trainable: frozenset[str]):
@@ -55,13 +50,14 @@ class LabelStore:
         self.count = 1
         self.axes: dict[tuple[str, int], Ints] = {}
         self.roles: dict[tuple[str, int], str] = {}
-        self.edges: list[tuple[Ints, Ints]] = []
-        self.bonds: list[tuple[Ints, Ints]] = []
+        self.joined: Ints = np.arange(1)
+        self.bonds: list[Ints] = []
+        self.zeros: list[Ints] = []
         self.causes: list[tuple[Ints, Frozen]] = []
         self.held: list[tuple[Ints, Frozen]] = []
         self.streams: list[OutputScatter] = []
-        self.partial: list[PartialOperand] = []
-        self.constant: list[ConstantPosition] = []
+        self.partial: list[Undecided] = []
+        self.constant: list[Undecided] = []
         self.reshaped: list[Reshaped] = []
 
     def fresh(self, count: int) -> Ints:
@@ -93,35 +89,172 @@ class LabelStore:
 
     def join(self, a: Ints, b: Ints) -> None:
         """These labels share one fate, position by position; the arrays are broadcast."""
-        a, b = (x.ravel() for x in np.broadcast_arrays(a, b))
-        different = np.flatnonzero(a != b)
-        if len(different):
-            self.edges.append((a[different], b[different]))
-        between = different[(a[different] != 0) & (b[different] != 0)]
-        if len(between):
-            self.bonds.append((a[between], b[between]))
+        pairs = np.stack(np.broadcast_arrays(a, b)).reshape(2, -1)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        with_zero = (pairs == 0).any(axis=0)
+        self.bonds.append(pairs[:, ~with_zero])
+        self.zeros.append(pairs[:, with_zero].max(axis=0))
 
     def freeze(self, labels: Tensor | Ints, what: str, why: str) -> None:
         """None of these is ever removed. `print(groups)` says what they belong to and why."""
         flat = distinct(labels)
         if (flat != 0).any():
             self.causes.append((flat[flat != 0], Frozen(what, why)))
-            self.join(flat, np.zeros_like(flat))
+            self.zeros.append(flat)
 
     def hold(self, labels: Tensor | Ints, what: str, why: str) -> None:
         """These stay as many as they are: zeros stand in for those that go if they are heads, others are frozen."""
         self.held.append((distinct(labels), Frozen(what, why)))
 
-    def of_parameter(self, name: str) -> Tensor:
-        """A vector (up to axes of length 1) has labels of its own; a matrix that is used freely is not cut at all."""
+    def of_parameter(self, name: str, looked_up: int | None = None) -> Tensor:
+        """A vector (up to axes of length 1, or one that is `looked_up` along) has labels of its own.
+
+        A matrix that is used freely is not cut at all.
+        """
         shape = self.shapes[name]
         long = long_axes(shape)
-        if len(long) == 1:
-            return labels_on_axis(self.axis(name, long[0]), len(shape), long[0])
+        if len(own := [d for d in long if d != looked_up]) == 1:
+            return labels_on_axis(self.axis(name, own[0]), len(shape), own[0])
         for d in long:
             self.tie(name, d, np.zeros(shape[d], dtype=np.int64), "free")
         return zeros(len(shape))
 
+    def bonded(self) -> Ints:
+        """For each label the smallest one that shares its fate, whether or not they are frozen."""
+        known = np.append(self.joined, np.arange(len(self.joined), self.count))
+        self.joined = merged(known, *np.concatenate([np.zeros((2, 0), np.int64), *self.bonds], axis=1))
+        self.bonds = []
+        return self.joined
+
     def computed(self) -> list[Ints]:
         """The labels that layers compute."""
         return [x for key, x in self.axes.items() if self.roles[key] == "out"] + [s.wide for s in self.streams]
+
+
+# ---- from labels to classes ------------------------------------------------------------------------------------------
+
+
+def classes_of_produced(store: LabelStore) -> Ints:
+    """The class of every label; what no layer produces, such as a learned token, is frozen."""
+    root = classes_of_labels(store)
+    orphaned = occurring(store.count, (root[labels] for labels in store.axes.values()))
+    for labels in store.computed():
+        orphaned[root[labels]] = False
+    orphaned[0] = False
+    if not orphaned.any():
+        return root
+    kept = [key[0] for key, labels in store.axes.items() if orphaned[root[labels]].any()]
+    store.freeze(np.flatnonzero(orphaned), ", ".join(dict.fromkeys(kept)), "no layer computes it")
+    return classes_of_labels(store)
+
+
+def classes_of_labels(store: LabelStore) -> Ints:
+    """The class of every label: the smallest label that shares its fate.
+
+    A unit that is itself part of a stream cannot also be scattered into one: the two become one class. A stream
+    fed by something frozen is frozen.
+    """
+    narrow, wide = concatenated([s.narrow for s in store.streams]), concatenated([s.wide for s in store.streams])
+    while True:
+        root = store.bonded()
+        root = np.where(occurring(store.count, (root[labels] for labels in store.zeros))[root], 0, root)
+        low, high = root[narrow], root[wide]
+        merge = (np.isin(low, high) | (low == 0)) & (low != high)
+        store.join(low[merge], high[merge])
+        if not merge.any() and not any(decide(store, root) for decide in (_partial, _rectangular, _constant)):
+            return root
+
+
+def _partial(store: LabelStore, root: Ints) -> bool:
+    """Decide on operands that have some of the axes alone along which labels vary; True if that joined anything.
+
+    A rotary table has a value for each position in a head but knows no heads. Where whole heads go it has no say,
+    and is not cut itself; where single positions could go, it would have to follow.
+    """
+    for it in store.partial:
+        whole_go = same_along(root[it.labels], it.dims)
+        left, right = np.broadcast_arrays(np.zeros(1, np.int64) if whole_go else it.labels, it.others)
+        if not np.array_equal(root[left], root[right]):
+            store.join(left, right)
+            return True
+    return False
+
+
+def _rectangular(store: LabelStore, root: Ints) -> bool:
+    """Tensors stay rectangular: what goes, goes along one axis. True if that joined anything.
+
+    Where labels vary along several axes, such as (query, key, value) x width, those along the shortest are joined.
+    """
+    joined = False
+    for it in store.reshaped:
+        grid = root[it.labels.numpy()]
+        varying = long_axes(grid.shape)
+        if len(varying) > 1 and not any(same_along(grid, [o for o in varying if o != d]) for d in varying):
+            store.join(grid, grid.take([0], min(varying, key=grid.shape.__getitem__)))
+            joined = True
+    return joined
+
+
+def _constant(store: LabelStore, root: Ints) -> bool:
+    """Keep what positions that the code names are counted past, along an axis; True if that froze anything.
+
+    Where all that goes is taken from other axes, such as whole groups of heads with their keys, it need not stay.
+    """
+    for it in store.constant:
+        if root[it.others].any() and not same_along(root[it.labels], it.dims):
+            store.freeze(it.others, "index", "a constant position is counted past it")
+            return True
+    return False
+
+
+# ---- tensors of labels ----------------------------------------------------------------------------------------------
+
+
+def unlabelled(value: Any) -> Any:
+    """The labels of a result that is never cut: zeros, of size 1 along every axis; a list of them for several."""
+    if isinstance(value, list | tuple):
+        return [unlabelled(v) for v in value]
+    return zeros(value.ndim) if isinstance(value, Tensor) else None
+
+
+def zeros(ndim: int) -> Tensor:
+    """The labels of a tensor with so many axes that is never cut."""
+    return torch.zeros([1] * ndim, dtype=torch.int64)
+
+
+def varies(labels: Tensor) -> bool:
+    """Whether any label here could still be removed."""
+    return bool((labels != 0).any())
+
+
+def compress(labels: Tensor) -> Tensor:
+    """Size 1 along every axis where the labels do not vary. Axes that were merely expanded are told by their stride."""
+    if not labels.numel():
+        return labels
+    for dim in (d for d, size in enumerate(labels.shape) if size > 1 and labels.stride(d) == 0):
+        labels = labels.narrow(dim, 0, 1)
+    for dim in (d for d, size in enumerate(labels.shape) if size > 1):
+        alike = torch.equal(labels.select(dim, 0), labels.select(dim, 1))  # which most often tells
+        if alike and bool((labels == labels.narrow(dim, 0, 1)).all()):
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def labels_on_axis(labels: Ints, ndim: int, dim: int) -> Tensor:
+    """The labels of a tensor with `ndim` axes in which index i of axis `dim` has labels[i]."""
+    return torch.from_numpy(labels).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
+
+
+def long_axes(shape: tuple[int, ...]) -> list[int]:
+    """The axes of a length above 1."""
+    return [d for d, size in enumerate(shape) if size > 1]
+
+
+def same_along(grid: Ints, dims: list[int]) -> bool:
+    """Whether the entries do not change along these axes."""
+    return all(np.array_equal(grid, np.broadcast_to(grid.take([0], d), grid.shape)) for d in dims)
+
+
+def concatenated(arrays: list[Ints]) -> Ints:
+    """All of these in a row, also if there are none."""
+    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])

@@ -5,8 +5,6 @@ place: no attribute of its modules tells it. The graph that torch.export capture
 which number in it counts what.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +23,15 @@ from hap.groups.groups import Groups
 from hap.groups.types import Ints, SizeAttribute
 from hap.tracing.build_groups import GroupsBuilder
 from hap.tracing.context import RuleContext
-from hap.tracing.walk import walk
+from hap.tracing.trace import walk
 from hap.trials.run_round import Subject
 from hap.trials.search import find_unprunable
+
+LISTING = dict.fromkeys(("_unsafe_view", "expand", "layer_norm", "new_zeros", "reshape", "rms_norm", "view"), 1)
+LISTING |= {"unflatten": 2, "zeros": 0}
+"""Operators with a list of sizes, which are those of the last axes of the result or of those unfolded, and where."""
+
+NAME = "size_{}".format
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def rewrite(
     graph = _graph(program, sizes)
 
     def sized(found: Groups) -> Groups:
-        counts = [(_name(i), size.classes(builder.root), size.per) for i, size in enumerate(sizes)]
+        counts = [(NAME(i), size.classes(builder.root), size.per) for i, size in enumerate(sizes)]
         lengths = tuple(SizeAttribute("", name, classes, per) for name, classes, per in counts if classes is not None)
         rewiring = replace(found.rewiring, size_attributes=lengths)
         return replace(found, rewiring=rewiring, conv_geometry={}, used_once=frozenset())
@@ -74,10 +78,6 @@ def rewrite(
     misfits = find_unprunable(Subject(graph, example, found, builder.sized_classes())).unprunable
     counted = dict.fromkeys(misfits, "the graph of the model counts on its size")
     return graph, sized(builder.build_without(found, counted)) if misfits else found
-
-
-def _name(number: int) -> str:
-    return f"size_{number}"
 
 
 def _graph(program: torch.export.ExportedProgram, sizes: list[Size]) -> nn.Module:
@@ -90,9 +90,9 @@ def _graph(program: torch.export.ExportedProgram, sizes: list[Size]) -> nn.Modul
     for number, size in enumerate(sizes):
         node = by_name[size.node]
         old = node.args[size.place] if size.entry is None else node.args[size.place][size.entry]
-        setattr(module, _name(number), old)
+        setattr(module, NAME(number), old)
         with graph.inserting_before(node):
-            new: Any = graph.create_node("get_attr", _name(number), name=_name(number))
+            new: Any = graph.create_node("get_attr", NAME(number), name=NAME(number))
         if size.entry is not None:
             new = [new if i == size.entry else x for i, x in enumerate(node.args[size.place])]
         node.update_arg(size.place, new)
@@ -107,45 +107,33 @@ def _sizes(context: RuleContext) -> Iterator[Size]:
 
 
 def _sizes_of(context: RuleContext, node: fx.Node) -> Iterator[Size]:
-    name, args = short_name(node), node.args
-    result = context.values.get(node)
-    if name in ("view", "reshape", "_unsafe_view", "expand"):
-        yield from _listed(node, 1, 0, result)
-    elif name in ("zeros", "new_zeros"):
-        yield from _listed(node, int(name == "new_zeros"), 0, result)
-    elif name == "unflatten":
-        yield from _listed(node, 2, args[1] % len(shape_of(args[0])), result)  # type: ignore[operator, arg-type]
-    elif name in ("layer_norm", "rms_norm"):
-        yield from _listed(node, 1, -len(args[1]), result)  # type: ignore[arg-type]
+    name, result = short_name(node), context.values.get(node)
+    args: Any = node.args
+    if name in LISTING and isinstance(result, Tensor):
+        sizes = args[LISTING[name]]
+        first = args[1] % len(shape_of(args[0])) if name == "unflatten" else -len(sizes)
+        for entry, size in enumerate(sizes):
+            labels = _rows(result, first + entry)
+            if isinstance(size, int) and size == len(labels) > 0:
+                yield Size(node.name, LISTING[name], entry, labels)
     elif name in ("split", "split_with_sizes") and isinstance(result, list):
-        dim: Any = args[2] if len(args) > 2 else 0
-        parts = [_counted(part, dim) for part in result]
-        if isinstance(args[1], int):
-            yield from (Size(node.name, 1, None, labels) for labels in parts[:1] if labels is not None)
-        else:
-            yield from (Size(node.name, 1, i, labels) for i, labels in enumerate(parts) if labels is not None)
+        entries: Sequence[int | None] = [None] if isinstance(args[1], int) else range(len(result))
+        for place, part in zip(entries, result, strict=False):  # a single size is that of the first part
+            if len(labels := _rows(part, args[2] if len(args) > 2 else 0)):
+                yield Size(node.name, 1, place, labels)
     elif name == "slice" and len(args) > 2:
-        labels = _counted(context.labels(args[0]), args[1])  # type: ignore[arg-type]
-        for place, value in ((2, args[2]), (3, args[3] if len(args) > 3 else None)):
-            if labels is not None and isinstance(value, int) and 0 < value < len(labels):
-                yield Size(node.name, place, None, labels[:value])
+        labels = _rows(context.labels(args[0]), args[1])
+        for place, end in enumerate(args[2:4], 2):
+            if isinstance(end, int) and 0 < end < len(labels):
+                yield Size(node.name, place, None, labels[:end])
     elif name in CONVOLUTIONS and len(args) > 6 and isinstance(args[6], int) and args[6] > 1:
-        labels, width = _counted(context.labels(args[0]), 1), shape_of(args[0])[1]  # type: ignore[arg-type]
-        per = width // args[6]
-        if labels is not None and args[6] >= per:  # whole groups go: rules._tie_groups
+        labels, per = _rows(context.labels(args[0]), 1), shape_of(args[0])[1] // args[6]
+        if len(labels) and args[6] >= per:  # whole groups go: rules.layers._tie_groups
             yield Size(node.name, 6, None, labels, per)
 
 
-def _listed(node: fx.Node, place: int, first: int, result: Any) -> Iterator[Size]:
-    """Sizes in a list, of the axes of the result from `first` on."""
-    for i, size in enumerate(node.args[place]):  # type: ignore[arg-type]
-        labels = _counted(result, first + i) if isinstance(result, Tensor) else None
-        if labels is not None and isinstance(size, int) and size == len(labels):
-            yield Size(node.name, place, i, labels)
-
-
-def _counted(labels: Tensor, dim: int) -> Ints | None:
-    """A row of labels for each index of an axis, if they vary along it."""
+def _rows(labels: Tensor, dim: int) -> Ints:
+    """A row of labels for each index of an axis; none, if they do not vary along it."""
     if not labels.numel() or labels.shape[dim] < 2:
-        return None
+        return np.zeros((0, 1), np.int64)
     return np.ascontiguousarray(labels.movedim(dim, 0).reshape(labels.shape[dim], -1).numpy())

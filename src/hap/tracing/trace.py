@@ -4,29 +4,34 @@
 find out what no graph tells: which groups a forward can do without, and which attributes of modules have to follow.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from hap.errors import Argument, HapError
 from hap.execution.calling import describe
 from hap.graph.capture import Captured, capture, check_runs
 from hap.graph.index import GraphIndex
+from hap.graph.nodes import ends_branch, is_sum, keeps_zero
+from hap.groups.components import occurring
 from hap.groups.groups import Groups
-from hap.groups.transformer_blocks import heads
+from hap.groups.types import OutputScatter, SizeAttribute
 from hap.tracing.build_groups import GroupsBuilder
 from hap.tracing.context import RuleContext
-from hap.tracing.training_branches import training_only, warn_of_idle
-from hap.tracing.walk import walk, walk_training_branches
+from hap.tracing.labels import classes_of_labels, zeros
+from hap.tracing.rules.registry import apply
+from hap.tracing.training_branches import ALONE, TrainingOnly, branch_of, training_only, warn_of_idle
+from hap.tracing.unprunable import OUTPUT
 from hap.trials.repeated_blocks import find_repeats
 from hap.trials.run_round import Subject
 from hap.trials.search import find_unprunable
 from hap.utils.gc_pause import gc_paused
-from hap.verification.informative_inputs import informative_example
+from hap.verification.informative_values import informative_example
 
 COUPLINGS = ("joint", "union")
 INDISTINGUISHABLE = "the example does not show how it is split into heads; trace with several different tokens"
@@ -65,7 +70,6 @@ def trace_captured(
     captured: Captured, model: nn.Module, example: Any, coupling: str, ignore: Sequence[str], stream: bool
 ) -> Groups:
     """Trace a model whose operator graph is already captured. Arguments as in `trace`."""
-    shapes = captured.shapes
     index = GraphIndex(model, captured.program, captured.called)
     context = walk(RuleContext(index), coupling)
     branches, unread = training_only(model, example, index.unread())
@@ -73,49 +77,30 @@ def trace_captured(
         walk_training_branches(context, branches, coupling)
     builder = GroupsBuilder(context, coupling, describe(example), stream)
     groups = builder.settle(ignore)
-    counting = builder.counting_attributes()
-    repeats = find_repeats(index, builder.classes_of, groups, counting, shapes)
     telling = informative_example(model, example)
-    sized, sliced = builder.sized_classes(), builder.sliced_classes()
-    result = find_unprunable(Subject(model, telling, groups, sized, sliced, counting, repeats))
+
+    def subject(groups: Groups, counting: list[SizeAttribute]) -> Subject:
+        repeats = find_repeats(index, builder.classes_of, groups, counting, captured.shapes)
+        sized, sliced = builder.sized_classes(), builder.sliced_classes()
+        return Subject(model, telling, groups, sized, sliced, counting, repeats)
+
+    result = find_unprunable(subject(groups, builder.counting_attributes()))
     if result.unprunable and not result.ran:  # is it the size, or does nothing run at all?
         check_runs(model, example)
     if result.indistinguishable:
         _warn_of(result.indistinguishable)
-    context.sizes.attributes += result.followers
+    context.wiring.attributes += result.followers
     reasons = result.unprunable | dict.fromkeys(result.indistinguishable, INDISTINGUISHABLE)
     if reasons or (result.followers and groups.traits.zero_padded):
-        groups = _without(builder, groups, reasons, model, telling, shapes)
+        groups, among = builder.build_with_padding(groups, reasons)
+        wrong = find_unprunable(subject(groups, []), among).unprunable if among else {}
+        groups = builder.build_without(groups, wrong) if wrong else groups
     elif result.followers:
         groups = groups.with_rewiring(size_attributes=result.followers)
     if branches is not None and (unfit := branches.misfits(groups)):
         groups = builder.build_without(groups, unfit)
     warn_of_idle(model, groups, unread)
     return groups
-
-
-def _without(
-    builder: GroupsBuilder,
-    groups: Groups,
-    misfits: Mapping[str, str],
-    model: nn.Module,
-    example: Any,
-    shapes: Mapping[str, int],
-) -> Groups:
-    """The groups without those that a forward does not do without, each for a reason.
-
-    Of heads, zeros stand in for those that go.
-    """
-    held = [n for n in misfits if n in heads(groups) and not groups.pads(n)]
-    for name in held:
-        builder.store.hold(groups[name].classes, name, misfits[name])
-    found = builder.build_without(groups, {name: why for name, why in misfits.items() if name not in held})
-    if among := [n for n in held if n in found]:
-        repeats = find_repeats(builder.context.index, builder.classes_of, found, [], shapes)
-        sized, sliced = builder.sized_classes(), builder.sliced_classes()
-        wrong = find_unprunable(Subject(model, example, found, sized, sliced, repeats=repeats), among).unprunable
-        found = builder.build_without(found, wrong) if wrong else found
-    return found
 
 
 def _warn_of(names: Sequence[str]) -> None:
@@ -126,3 +111,74 @@ def _warn_of(names: Sequence[str]) -> None:
         "none go. Trace with several different tokens to remove them whole",
         stacklevel=6,
     )
+
+
+# ---- labels go through a graph ------------------------------------------------------------------------------------
+
+
+def walk(context: RuleContext, coupling: str) -> RuleContext:
+    """Give every result in the graph its labels. In "union" `coupling`, branches lose their own channels."""
+    index = context.index
+    anchors = _anchors(index) if coupling == "union" else {}
+    for node in index.program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node not in index.parameters and isinstance(value, Tensor):
+            context.values[node] = zeros(value.ndim)
+        elif node.op == "call_function" and node not in context.views:  # a layer asks for views when it gets there
+            context.reader = node
+            context.values[node] = apply(context, node)
+            if node in anchors:
+                context.values[node] = _promote(context, anchors[node], context.values[node])
+    by_name = {node.name: (node, x) for node, x in context.values.items() if isinstance(x, Tensor)}
+    for node, labels in (by_name[x] for x in index.program.graph_signature.user_outputs if x in by_name):
+        context.freeze(labels, context.module(node) or node.name, OUTPUT)
+    return context
+
+
+def walk_training_branches(context: RuleContext, branches: TrainingOnly, coupling: str) -> None:
+    """Cut what runs in training alone with what it reads. What it computes for itself stays.
+
+    Labels go through the graph of training as they went through the other one, and meet in the same parameters. What
+    that graph costs, and what it shows of heads and norms, does not count: the model is evaluated by the other.
+    """
+    if (captured := branches.captured()) is None:
+        return
+    store = context.store
+    other = walk(RuleContext(GraphIndex(branches.model, captured.program, captured.called), store), coupling)
+    known = {x.module for x in context.wiring.attributes}
+    context.wiring.attributes += [x for x in other.wiring.attributes if x.module not in known]
+    own = [key for key in store.axes if key[0] in branches.parameters]
+    store.roles.update({key: "free" for key in own if store.roles[key] == "out"})
+    root = classes_of_labels(store)
+    made = occurring(store.count, (root[x] for x in store.computed()))
+    made[0] = True
+    for key in own:
+        branch = branch_of(branches.model, branches.parameters, key[0])
+        store.freeze(store.axes[key][~made[root[store.axes[key]]]], branch, ALONE)
+
+
+def _anchors(index: GraphIndex) -> dict[fx.Node, str]:
+    """Where `union` coupling can widen a branch: the module before a sum, past operators that keep zero zero."""
+    found = {}
+    for node in index.program.graph.nodes:
+        if node.op == "call_function" and is_sum(node):
+            for operand in node.args[:2]:
+                while isinstance(operand, fx.Node) and keeps_zero(operand):
+                    operand = operand.args[0]
+                module = index.called_once(operand) if isinstance(operand, fx.Node) else None
+                if module and ends_branch(operand) and isinstance(index.modules[module], _ConvNd | _NormBase):
+                    found[operand] = module
+    return found
+
+
+def _promote(context: RuleContext, module: str, labels: Tensor) -> Tensor:
+    """The labels of a stream in place of those of a branch, whose channels are scattered into it."""
+    narrow = labels.flatten().numpy()
+    if labels.shape[1:2] != labels.flatten().shape:  # channels must sit on axis 1, one label each
+        return labels
+    known = next((s for s in context.store.streams if s.module == module), None)  # from another graph of this model
+    if known is None:
+        known = OutputScatter(module, narrow, context.fresh(len(narrow)))
+        context.store.streams.append(known)
+    context.join(narrow, known.narrow)
+    return torch.from_numpy(known.wide).view(labels.shape)

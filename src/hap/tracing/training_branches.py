@@ -5,10 +5,9 @@ of the graph reads tell that there may be one, and a run in training whether the
 captured too, so that the branch is cut with what it reads, and a pruned copy is run in training to see.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,11 +31,15 @@ ALONE = "it runs in training alone"
 READ = "the model does not run in training without some of it"
 
 
+@dataclass(frozen=True)
 class TrainingOnly:
-    """What a model runs in training and not in evaluation, on an example. `parameters` are those that it reads."""
+    """What a model runs in training and not in evaluation, on an example. `parameters` are those that it reads, and
+    `shapes` those of what the model returns in training."""
 
-    def __init__(self, model: nn.Module, example: Any, parameters: Set[str], shapes: list[tuple[int, ...]]):
-        self.model, self.example, self.parameters, self.shapes = model, example, parameters, shapes
+    model: nn.Module
+    example: Any
+    parameters: Set[str]
+    shapes: list[tuple[int, ...]]
 
     def captured(self) -> Captured | None:
         """The model with these branches; None, if torch.export cannot capture that."""
@@ -48,25 +51,21 @@ class TrainingOnly:
         except Exception:  # what runs in training may choose by value, as no graph can
             return None
 
-    def branch(self, parameter: str) -> str:
-        """The outermost module of which nothing runs in evaluation, or else the parameter itself."""
-        return _branch(self.model, self.parameters, parameter)
-
     def misfits(self, groups: Groups) -> dict[str, str]:
         """The groups that cannot lose units because the model would not run in training then, and why."""
         removal = rounds_of(groups, [x.classes for x in groups.rewiring.size_attributes], set())[0][1]
-        return _misfits([n for n in groups if removal[n]], lambda names: self._problem(groups, removal, names))
 
-    def _problem(self, groups: Groups, removal: Mapping[str, list[int]], names: Sequence[str]) -> str | None:
-        """What keeps the model from running in training without some of these groups."""
-        plan = draft(groups, {n: removal[n] for n in names})
-        try:
-            pruned = _copy(self.model, cut_tensors(self.model, plan))
-            update_modules_(pruned, plan, {})
-            shapes, _ = _run_in_training(pruned, self.example)
-        except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
-            return in_a_line(error)
-        return None if shapes == self.shapes else "it returns tensors of other shapes"
+        def problem(names: Sequence[str]) -> str | None:
+            plan = draft(groups, {n: removal[n] for n in names})
+            try:
+                pruned = _copy(self.model, cut_tensors(self.model, plan))
+                update_modules_(pruned, plan, {})
+                shapes, _ = _run_in_training(pruned, self.example)
+            except Exception as error:  # a forward that gets other sizes than it counted on may raise anything
+                return in_a_line(error)
+            return None if shapes == self.shapes else "it returns tensors of other shapes"
+
+        return _misfits([n for n in groups if removal[n]], problem)
 
 
 def training_only(model: nn.Module, example: Any, unread: Set[str]) -> tuple[TrainingOnly | None, Set[str]]:
@@ -77,20 +76,20 @@ def training_only(model: nn.Module, example: Any, unread: Set[str]) -> tuple[Tra
     """
     if isinstance(model, Parts):
         unread = frozenset(n for n in unread if n.startswith(tuple(f"{part}." for part in model.names)))
-    if not unread:
-        return None, unread
     try:
-        copy = _copy(model, {})
+        copy = _copy(model, {}) if unread else None
     except Exception:  # where no copy can be made no group goes, and that is said there
+        copy = None
+    if copy is None:
         return None, unread
     try:
         shapes, read = _run_in_training(copy, example)
     except Exception as error:  # it may want labels, or whatever else the example lacks
         first = next(name for name, _ in model.named_parameters() if name in unread)
         warnings.warn(
-            f"{_branch(model, unread, first)} does not run in evaluation but may in training, and is not cut with what "
-            f"it reads there: the model does not train on the example ({in_a_line(error)}); give one that it trains "
-            "on, such as with labels",
+            f"{branch_of(model, unread, first)} does not run in evaluation but may in training, and is not cut with "
+            f"what it reads there: the model does not train on the example ({in_a_line(error)}); give one that it "
+            "trains on, such as with labels",
             stacklevel=6,
         )
         return None, frozenset()
@@ -101,9 +100,8 @@ def warn_of_idle(model: nn.Module, groups: Groups, unread: Set[str]) -> None:
     """Say which modules the example does not run though they may read what goes, as far as widths tell: they are not
     cut with it. Such is the head of another task, or a copy of the model that is kept beside it."""
     widths = {len(classes) for classes in groups.axes.values() if classes.any()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    able = [name for name in shapes if name in unread and len(shapes[name]) > 1 and not widths.isdisjoint(shapes[name])]
-    idle = list(dict.fromkeys(_branch(model, unread, name) for name in able))
+    able = [n for n, p in model.named_parameters() if n in unread and p.ndim > 1 and not widths.isdisjoint(p.shape)]
+    idle = list(dict.fromkeys(branch_of(model, unread, name) for name in able))
     if idle:
         those = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
         warnings.warn(
@@ -114,7 +112,7 @@ def warn_of_idle(model: nn.Module, groups: Groups, unread: Set[str]) -> None:
         )
 
 
-def _branch(model: nn.Module, parameters: Set[str], parameter: str) -> str:
+def branch_of(model: nn.Module, parameters: Set[str], parameter: str) -> str:
     """The outermost module around a parameter that has no others than these, or else the parameter itself."""
     parts = parameter.split(".")
     for module in (".".join(parts[:n]) for n in range(1, len(parts))):
@@ -130,13 +128,10 @@ def _copy(model: nn.Module, shorter: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _run_in_training(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], Set[str]]:
-    """The shapes that a copy, which nobody else uses, returns, and the parameters that are read.
-
-    Norms over the batch are not what is asked about, and would not take a batch of one.
-    """
+    """The shapes that a copy, which nobody else uses, returns, and the parameters that are read."""
     model.train()
     for module in model.modules():
-        if isinstance(module, _NormBase):
+        if isinstance(module, _NormBase):  # not what is asked about, and would not take a batch of one
             module.eval()
     args, kwargs = copied(call_arguments(example))
     reading = _Reading(model)

@@ -4,22 +4,18 @@ Not counted are what a model gives out, such as the classes of a classifier; the
 for; what is left alone as asked; and what the example does not reach, or training alone does.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import fx
 
 from hap.graph.index import GraphIndex
 from hap.graph.nodes import is_pointwise, schema_name, short_name
-from hap.groups.components import components
-from hap.groups.types import Bools, Frozen, Ints
+from hap.groups.components import occurring
+from hap.groups.types import Frozen, Ints
 from hap.groups.unprunable_summary import layer_of
-from hap.tracing.findings import NormFindings
-from hap.tracing.label_tensors import long_axes
-from hap.tracing.labels import LabelStore
+from hap.tracing.context import NormFindings
+from hap.tracing.labels import LabelStore, concatenated, long_axes
 from hap.tracing.rules.registry import NO_RULE, RULES
 from hap.tracing.rules.structural import structural
-from hap.tracing.settle import concatenated, ends
 from hap.tracing.training_branches import ALONE
 
 OUTPUT = "an output of the model"
@@ -39,22 +35,26 @@ def find_untouched(
     All that is frozen is one class. So labels are joined here once more without that class. `norms` tell what the
     residual stream is; None if it was asked for.
     """
-    root = components(store.count, *ends(store.bonds))
-    store.bonds[:] = [(np.arange(store.count), root)]  # says the same in fewer words
-    reason = np.full(len(root), -1)
-    for i, (labels, _) in reversed([*enumerate(store.causes)]):
-        reason[root[labels]] = i
-    expected = _expected(store, norms, root)
+    root = store.bonded()
+    reason = np.full(len(root), len(store.causes))
+    for number, (labels, _) in enumerate(store.causes):
+        reason[root[labels]] = np.minimum(reason[root[labels]], number)
+    expected = occurring(len(root), (root[labels] for labels, cause in store.causes if cause.why in EXPECTED))
+    expected[0] = True
+    if norms is not None:
+        expected[norms.stream(root)] = True
     cut = {name for (name, _), classes in axes.items() if classes.any()}
-    readers = _readers(index)
+    readers: dict[str, list[fx.Node]] = {}
+    for node, name in index.parameters.items():
+        readers.setdefault(name, []).extend(node.users)
     found = {}
-    for name in sorted(index.trainable & readers.keys() - cut):
+    for name in sorted(n for n in index.trainable - cut if readers.get(n)):
         dims = long_axes(index.shapes[name])
         seen = [(name, d) for d in dims if (name, d) in store.axes and store.axes[name, d].any()]
         stays = {key: x[~expected[x]] for key in seen if not expected[x := root[store.axes[key]]].all()}
-        reasons = reason[concatenated([*stays.values()])]
-        if (reasons >= 0).any():
-            found[name] = store.causes[reasons[reasons >= 0].min()][1]
+        first = reason[concatenated([*stays.values()])].min(initial=len(store.causes))
+        if first < len(store.causes):
+            found[name] = store.causes[first][1]
         elif any(store.roles[key] == "out" for key in stays):
             found[name] = Frozen(layer_of(name), NEVER_CUT)
         elif dims and not seen and all(store.roles.get((name, d), "free") == "free" for d in dims):
@@ -62,36 +62,12 @@ def find_untouched(
     return found
 
 
-def _expected(store: LabelStore, norms: NormFindings | None, root: Ints) -> Bools:
-    """Which components hold something that stays for a reason that one expects."""
-    expected = np.zeros(len(root), dtype=bool)
-    for labels in (labels for labels, cause in store.causes if cause.why in EXPECTED):
-        expected[root[labels]] = True
-    if norms is not None:
-        expected[np.intersect1d(root[concatenated(norms.summed)], root[concatenated(norms.normed)])] = True
-    expected[0] = True
-    return expected
-
-
-def _readers(index: GraphIndex) -> dict[str, list[fx.Node]]:
-    """The operators that read each parameter, where some do."""
-    found: dict[str, list[fx.Node]] = {}
-    for node, name in index.parameters.items():
-        if node.users:
-            found.setdefault(name, []).extend(node.users)
-    return found
-
-
 def _unknown_use(readers: list[fx.Node]) -> Frozen:
-    """The first operator that computes with a weight and has no rule, or else the first."""
-    readers = [_past_moves(node) for node in readers]
-    unknown = [n for n in readers if schema_name(n) not in RULES and not is_pointwise(n)]
-    node = (unknown or readers)[0]
-    return Frozen(short_name(node), NO_RULE if unknown else NOT_KNOWN)
-
-
-def _past_moves(node: fx.Node) -> fx.Node:
-    """The first that reads what this one only moves, such as by a transpose."""
-    while RULES.get(schema_name(node)) is structural and node.users:
-        node = next(iter(node.users))
-    return node
+    """The first operator that computes with a weight, which may be moved before, and has no rule; or else the first."""
+    computing = []
+    for node in readers:
+        while RULES.get(schema_name(node)) is structural and node.users:
+            node = next(iter(node.users))
+        computing.append(node)
+    unknown = [n for n in computing if schema_name(n) not in RULES and not is_pointwise(n)]
+    return Frozen(short_name((unknown or computing)[0]), NO_RULE if unknown else NOT_KNOWN)

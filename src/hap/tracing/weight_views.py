@@ -16,8 +16,7 @@ from hap.graph.index import GraphIndex
 from hap.graph.nodes import arguments, ends_branch, is_pointwise, shape_of, short_name
 from hap.graph.operator_families import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Trait, having
 from hap.groups.types import Ints
-from hap.tracing.label_tensors import labels_on_axis, long_axes
-from hap.tracing.labels import LabelStore
+from hap.tracing.labels import LabelStore, labels_on_axis, long_axes
 
 UNCHANGED = having(Trait.UNCHANGED)
 MOVING = UNCHANGED | having(Trait.TAKES_PARTS)
@@ -56,15 +55,13 @@ def find_views(index: GraphIndex, store: LabelStore) -> dict[fx.Node, Any]:
     Nodes on the way that are no views of one parameter stand for None, and several results for a list.
     """
     graph = index.program.graph
-    pure: dict[fx.Node, bool] = {}
+    pure = set(index.parameters)
     for node in graph.nodes:
-        if node.op == "placeholder":
-            pure[node] = node in index.parameters
-        else:
-            pure[node] = node.op in ("call_function", "get_attr") and all(pure[a] for a in node.all_input_nodes)
+        if node.op in ("call_function", "get_attr") and pure.issuperset(node.all_input_nodes):
+            pure.add(node)
     weighing: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        used = node.op == "call_function" and pure[node] and node.users
+        used = node.op == "call_function" and node in pure and node.users
         if used and all(user in weighing or _is_weight(user, node) for user in node.users):
             weighing.add(node)
     views: dict[fx.Node, Any] = {}
@@ -86,9 +83,9 @@ def _usable(view: View | None, layers: list[fx.Node]) -> bool:
     """
     if view is None:
         return False
-    several = [len(index) for index in view.index][:-2]
-    read = [layer.args[0] for layer in layers if several and short_name(layer) in PRODUCTS]
-    alike = all(list(shape_of(x)[:-2]) == several for x in read)  # type: ignore[arg-type]
+    several = tuple(len(index) for index in view.index)[:-2]
+    read = [layer.all_input_nodes[0] for layer in layers if several and short_name(layer) in PRODUCTS]
+    alike = all(shape_of(x)[:-2] == several for x in read)
     return alike and (view.whole or not any(ends_branch(layer) for layer in layers))
 
 
@@ -108,10 +105,9 @@ def _is_weight(layer: fx.Node, node: fx.Node) -> bool:
 
 def _moved(index: GraphIndex, node: fx.Node, views: dict[fx.Node, Any]) -> Any:
     """The view (or list of views) that an operator makes which only moves elements; None if it does more."""
-    name, (source, *_) = short_name(node), node.args or (None,)
-    view = views.get(source) if isinstance(source, fx.Node) else None
-    if (parameter := index.parameter(source)) is not None:
-        view = View.of(parameter, index.shapes[parameter])
+    name, source = short_name(node), next(iter(node.all_input_nodes), None)
+    parameter = index.parameter(source)
+    view = views.get(source) if parameter is None else View.of(parameter, index.shapes[parameter])  # type: ignore[arg-type]
     if name == "getitem":
         return view[int(node.args[1])] if isinstance(view, list) else None  # type: ignore[arg-type]
     if not isinstance(view, View) or name not in MOVING:
@@ -148,35 +144,29 @@ def _computed(index: GraphIndex, store: LabelStore, node: fx.Node, layers: list[
     Or element by element, with buffers of its shape too, such as a mask. Rows are outputs of the layers, which have
     them along the same axis.
     """
-    value, roots, seen, single = node.meta.get("val"), set(), [node], True
     turned = {short_name(layer) in PRODUCTS | TRANSPOSED | {"addmm"} for layer in layers}
-    if not isinstance(value, Tensor) or len(turned) > 1 or (turned == {True} and not all(map(_is_simple, layers))):
+    if not isinstance(node.meta.get("val"), Tensor) or len(turned) > 1:
         return None
-    out = int(turned.pop())
-    while seen:
-        made = seen.pop()
-        single = single and is_pointwise(made)
-        for a in made.all_input_nodes:
-            if a in index.parameters:
-                roots.add(index.parameters[a])
-            else:
-                seen.append(a)
-    shape = shape_of(node)
+    if turned == {True} and not all(map(_is_simple, layers)):
+        return None
+    out, shape, steps = int(turned.pop()), shape_of(node), [node]
+    for step in steps:  # which grow on the way
+        steps += [a for a in step.all_input_nodes if a not in index.parameters]
+    single = all(map(is_pointwise, steps))
+    roots = {index.parameters[a] for step in steps for a in step.all_input_nodes if a in index.parameters}
     alike = [n for n in roots if index.shapes[n] == shape]
     masks = [n for n in alike if n not in index.trainable] if single and len(alike) > 1 else []
-    vectors = [n for n in roots if n not in alike]
-    long = {n: long_axes(index.shapes[n]) for n in vectors}
-    if len(alike) - len(masks) != 1 or any(
-        len(d) > 1 or [index.shapes[n][i] for i in d] not in ([], [shape[out]]) for n, d in long.items()
-    ):
+    vectors = {n: long_axes(index.shapes[n]) for n in roots.difference(alike)}
+    lengths = [[index.shapes[n][d] for d in dims] for n, dims in vectors.items()]
+    if len(alike) - len(masks) != 1 or any(length not in ([], [shape[out]]) for length in lengths):
         return None
-    (weight,) = (n for n in alike if n not in masks)
+    (weight,) = set(alike).difference(masks)
     rows = store.axis(weight, out, "out")
     for name in masks:
         store.tie(name, out, rows, "free")
         store.tie(name, 1 - out, store.axis(weight, 1 - out, "in"), "free")
-    for name in vectors:
-        for d in long[name]:
+    for name, dims in vectors.items():
+        for d in dims:
             store.tie(name, d, rows, "free")
     return View.of(weight, shape, spans=not single)
 

@@ -5,41 +5,35 @@ are from a place that all layers have in common. The layers around them still ca
 it zeros take its place, and those that read it skip them. What happens in between is as it was, and costs as much.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from torch import nn
 
-from hap.graph.shared_tables import CalledArguments
+from hap.graph.index import GraphIndex
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, InputSelection, Ints, OutputScatter
+from hap.tracing.labels import concatenated
 
 Axis = tuple[str, int]
 
 
-def pad_with_zeros(
-    groups: Groups, held: Ints, called: CalledArguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
-) -> tuple[Groups, Ints]:
+def pad_with_zeros(groups: Groups, held: Ints, index: GraphIndex, inside: Mapping[str, str]) -> tuple[Groups, Ints]:
     """The groups with zeros in place of the classes in `held` that go, and those of them that this cannot be done for.
 
     It can for heads whose every layer is called by itself, so that hooks can stand around it, or whose weight the
     forward of a module hands to `functional.linear`: `inside` says of which.
     """
     touched = [groups[n] for n in heads(groups) if np.isin(groups[n].classes, held).any()]
-    around = {g.name: found for g in touched if (found := _layers(groups, g, called, modules, inside)) is not None}
-    padded = np.unique(np.concatenate([np.zeros(0, np.int64), *(groups[n].classes for n in around)]))
+    around = {g.name: found for g in touched if (found := _layers(groups, g, index, inside)) is not None}
+    padded = np.unique(concatenated([groups[n].classes for n in around]))
     unable = np.setdiff1d(held, np.append(padded, 0))
     return (_padded(groups, padded, around, inside) if len(around) and not len(unable) else groups), unable
 
 
-def _layers(
-    groups: Groups, group: Group, called: CalledArguments, modules: Mapping[str, nn.Module], inside: Mapping[str, str]
-) -> set[Axis] | None:
+def _layers(groups: Groups, group: Group, index: GraphIndex, inside: Mapping[str, str]) -> set[Axis] | None:
     """The axes of weights, and of their biases, around what a group's heads meet in; None if some are out of reach."""
     if np.isin(group.classes, groups.feeds).any():  # a stream has a scatter of its own
         return None
@@ -47,10 +41,10 @@ def _layers(
     uses = Counter(term.weight for term in groups.costs.weight_macs)
     for weight, dim in made + read:
         name, _, leaf = weight.rpartition(".")
-        module, calls = modules.get(name), called.get(name, [])
+        module, calls = index.modules.get(name), index.called.get(name, [])
         if weight in inside and not calls:
             rows = (weight, dim) in made
-            if leaf != "weight" or dim != 1 - rows or uses[weight] != len(called.get(inside[weight], [])):
+            if leaf != "weight" or dim != 1 - rows or uses[weight] != len(index.called.get(inside[weight], [])):
                 return None
             continue
         entering = groups.shapes[weight][1 - dim if (weight, dim) in made else dim] if dim < 2 else None
@@ -71,15 +65,16 @@ def _padded(groups: Groups, padded: Ints, around: Mapping[str, set[Axis]], insid
     cut = set().union(*around.values())
     to = np.arange(groups.classes)
     to[padded] = 0
-    scatters, selections = [], []
-    made = {(p.weight, p.dim): None for n in around for p in groups[n].producers}
-    read = {key: None for n in around for key in groups[n].consumers}
-    for weight, dim in made:
-        classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        scatters.append(OutputScatter(module, classes, to[classes], _axis(groups, weight), inside.get(weight)))
-    for weight, dim in read:
-        classes, module = groups.axes[weight, dim], weight.rpartition(".")[0]
-        selections.append(InputSelection(module, 0, _axis(groups, weight), classes, to[classes], inside.get(weight)))
+
+    def layers(keys: Iterable[Axis]) -> Iterator[tuple[str, Ints, int, str | None]]:
+        for weight, dim in dict.fromkeys(keys):
+            module, along = weight.rpartition(".")[0], _axis(groups, weight)
+            yield module, groups.axes[weight, dim], along, inside.get(weight)
+
+    made = layers((p.weight, p.dim) for n in around for p in groups[n].producers)
+    read = layers(key for n in around for key in groups[n].consumers)
+    scatters = [OutputScatter(module, own, to[own], dim, outer) for module, own, dim, outer in made]
+    selections = [InputSelection(module, 0, dim, own, to[own], outer) for module, own, dim, outer in read]
     spanned, chosen, kept = groups.traits.spanned, frozenset(padded.tolist()), groups.relabelled(to)
     return replace(
         groups,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hap.data import Data
 from hap.errors import HapError
-from hap.training.run import History, Run
+from hap.training.run import Run, under
 from hap.utils import distributed
 from hap.utils.atomic_files import write_atomic
 
 FORMAT = "hap-training-1"
-STATE = "training.safetensors"
-"""The file in a folder of checkpoints."""
 # A checkpoint is due once this many times the last write's duration has gone by, which caps the cost near 5%.
 WORK_PER_WRITE = 20
 
 
 class Checkpoint:
-    """All runs of one training in one file, so that models trained side by side are always at one epoch."""
+    """All runs of one training in one file, so that networks trained side by side are always at one epoch."""
 
-    def __init__(self, path: Path | None, runs: list[Run], data: Data) -> None:
-        self.path, self.runs = path, runs
+    def __init__(self, path: Path | None, runs: Sequence[Run]) -> None:
+        self.path, self.runs, data = path, runs, runs[0].data
         self.data = {"name": data.name, "train": len(data.train), "classes": data.classes}
-        self.wiring = [wiring(run) for run in runs]
+        self.wiring = [hashlib.sha256(run.wiring()).hexdigest() for run in runs]
         self.written = -float("inf")
         self.cost = 0.0
 
@@ -54,7 +52,7 @@ class Checkpoint:
             "recipes": [run.recipe.to_dict() for run in self.runs],
             "histories": [run.history.to_dict() for run in self.runs],
         }
-        _write(self.path, metadata, tensors)
+        write_state(self.path, metadata, tensors)
         self.written = time.monotonic()
         self.cost = self.written - begun
 
@@ -62,59 +60,34 @@ class Checkpoint:
         """Load the file, when there is one, into the runs. Returns the number of epochs already done."""
         if self.path is None or not self.path.exists():
             return 0
-        metadata, tensors = _read(self.path)
-        recipes = [run.recipe.to_dict() for run in self.runs]
-        self._check("recipe", metadata["recipes"], recipes)
+        metadata, tensors = read_state(self.path)
+        self._check("recipe", metadata["recipes"], [run.recipe.to_dict() for run in self.runs])
         self._check("data", metadata["data"], self.data)
         if metadata.get("wiring") != self.wiring:
             raise HapError(
                 f"checkpoint {self.path} is of networks pruned in another way: give another path, or delete it"
             )
         for index, run in enumerate(self.runs):
-            prefix = f"{index}."
-            state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            state = under(f"{index}.", tensors)
             self._check("model", _shapes(state), _shapes(run.tensors()))
             run.load(state)
-            run.history = History(**metadata["histories"][index])
+            run.history = replace(run.history, **metadata["histories"][index])
         return int(metadata["epoch"])
 
     def _check(self, what: str, found: Any, expected: Any) -> None:
-        if found == expected:
-            return
-        raise HapError(
-            f"checkpoint {self.path} is of another {what} ({_difference(found, expected)}): "
-            f"give the {what} it was made with, or another checkpoint path, or delete it"
-        )
+        if found != expected:
+            raise HapError(
+                f"checkpoint {self.path} is of another {what} ({_difference(found, expected)}): "
+                f"give the {what} it was made with, or another checkpoint path, or delete it"
+            )
 
 
-def divide(path: Path, models: Sequence[int], out: Path) -> None:
-    """Write the state of some of the models that trained side by side, which do not depend on each other, as that of
-    a training of their own."""
-    metadata, tensors = _read(path)
-    own = {key: [metadata[key][index] for index in models] for key in ("wiring", "recipes", "histories")}
-    part: dict[str, Tensor] = {}
-    for place, index in enumerate(models):
-        prefix = f"{index}."
-        part |= {f"{place}.{n.removeprefix(prefix)}": t for n, t in tensors.items() if n.startswith(prefix)}
-    _write(out, metadata | own, part)
-
-
-def wiring(run: Run) -> str:
-    """A digest of the buffers that no state dict holds, such as where a pruned branch meets a stream, and of masks."""
-    stored = run.model.state_dict()
-    hidden = {n: b.tolist() for n, b in run.model.named_buffers() if n not in stored}
-    digest = hashlib.sha256(json.dumps(hidden).encode())
-    for name, mask in run.masks.items():
-        digest.update(name.encode() + mask.bool().contiguous().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_state(path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     text = json.dumps(metadata, allow_nan=False)
     write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get("hap", "{}"))

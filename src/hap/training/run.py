@@ -1,17 +1,20 @@
-"""One model in training: its data, its history, and its state as a checkpoint keeps it."""
+"""A network in training: the buffers that one step reads and writes, the step itself, its state, and its history."""
 
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hap.data import Batch, Data
 from hap.errors import HapError
+from hap.training.evaluation import device_of, evaluate
 from hap.training.recipes import Recipe
-from hap.training.update import Masks, Update
 from hap.utils import distributed
 
 
@@ -21,8 +24,7 @@ class History:
 
     `loss` is the mean training loss, `lr` the rate of the last step, `accuracy` the share of the test split
     that is right (0 to 1, None where it was not evaluated), `seconds` the time of the training steps, and
-    `images_per_second` this model's share of the throughput. For the last call alone, `stack` says of how many models
-    the network was that ran (1: this one by itself), and `compiled` whether it was compiled.
+    `images_per_second` this model's share of the throughput.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -30,8 +32,6 @@ class History:
     accuracy: list[float | None] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     images_per_second: list[float] = field(default_factory=list)
-    stack: int = 1
-    compiled: bool = False
 
     @property
     def epochs(self) -> int:
@@ -45,39 +45,49 @@ class History:
 
     def to_dict(self) -> dict[str, list[Any]]:
         """The lists by name."""
-        return {name: value for name, value in asdict(self).items() if isinstance(value, list)}
+        return {entry.name: list(getattr(self, entry.name)) for entry in fields(History)}
 
 
-class Run(Update):
-    """A model in training, with its data and its history.
+class Run:
+    """A network with its data, its optimizer, its running average, and the fixed buffers of a step.
 
     Of several processes each takes its part of every batch, and gradients are averaged over all of them; the batch
     size of the recipe is that of all together.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Data,
-        recipe: Recipe,
-        teacher: nn.Module | None,
-        device: torch.device,
-        masks: Masks | None = None,
-    ) -> None:
-        self.model = model
+    which = ""
+    """Words of messages that tell this run from others beside it."""
+
+    def __init__(self, model: nn.Module, data: Data, recipe: Recipe, teacher: nn.Module | None) -> None:
+        self.model, self.data, self.recipe, self.teacher = model, data, recipe, teacher
+        self.device = device_of(model)
         self.history = History()
-        self.stack, self.compiled = 1, False
         self.size = min(recipe.batch, len(data.train))
         self.steps_per_epoch = len(data.train) // self.size
-        share = (_own_share(self.size), *data.train.images.shape[1:])
-        total = self.steps_per_epoch * recipe.epochs
-        super().__init__(_in_step(model, device), model, recipe, teacher, device, masks or {}, share, total)
+        self.network = _in_step(model, self.device)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = _sgd(list(self.parameters.values()), recipe, self.device)
+        self.optimizer.zero_grad(set_to_none=True)  # the caller's gradients are no part of the first step
+        self.average = {n: p.detach().clone() for n, p in self.parameters.items()} if recipe.ema else {}
+        self.average_weight = torch.zeros((), device=self.device)
+        self.x = torch.empty((_own_share(self.size), *data.train.images.shape[1:]), device=self.device)
+        if self.device.type == "cuda":
+            self.x = self.x.to(memory_format=torch.channels_last)
+        self.y = torch.empty(len(self.x), dtype=torch.int64, device=self.device)
+        self.loss_sum = torch.zeros((), device=self.device)
 
-    def epoch(self, data: Data, epoch: int) -> Iterator[Batch]:
+    @property
+    def total(self) -> int:
+        """The steps of the whole training."""
+        return self.steps_per_epoch * self.recipe.epochs
+
+    # ---- an epoch -----------------------------------------------------------------------------------------------
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, which depend on the seed and the epoch alone."""
         self.loss_sum.zero_()
         generator = torch.Generator().manual_seed(epoch_seed(self.recipe, epoch))
-        batches = data.epoch(self.size, generator, self.recipe.augment)
+        batches = self.data.epoch(self.size, generator, self.recipe.augment)
         own = slice(distributed.rank(), None, distributed.processes())
         return ((x[own], y[own]) for x, y in batches)
 
@@ -86,8 +96,89 @@ class Run(Update):
         self.x.copy_(batch[0])
         self.y.copy_(batch[1])
 
+    def set_rates(self, step: int) -> None:
+        """Put the rates of step `step`, counted from the start of training, where the step reads them."""
+        rate = self.recipe.learning_rate(step, self.total)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        # A young average follows faster, so that the first weights do not linger in it.
+        self.average_weight.fill_(1 - min(self.recipe.ema, (1 + step) / (10 + step)))
+
+    def step(self) -> None:
+        """One update from the buffers. Nothing is read back, which would fail while it is recorded."""
+        loss = self.loss()
+        loss.sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss_sum += loss.detach()
+        if self.average:
+            averages = list(self.average.values())
+            with torch.no_grad():
+                change = torch._foreach_sub(list(self.parameters.values()), averages)
+                torch._foreach_mul_(change, self.average_weight)
+                torch._foreach_add_(averages, change)
+
+    def loss(self) -> Tensor:
+        """The mean loss over the batch in the buffers."""
+        logits, guide = self.logits()
+        recipe = self.recipe
+        loss = functional.cross_entropy(logits, self.y, label_smoothing=recipe.label_smoothing)
+        if guide is None:
+            return loss
+        student, target = (functional.log_softmax(t / recipe.temperature, 1) for t in (logits, guide))
+        divergence = functional.kl_div(student, target, reduction="batchmean", log_target=True)
+        return (1 - recipe.distill) * loss + recipe.distill * recipe.temperature**2 * divergence
+
+    def logits(self) -> tuple[Tensor, Tensor | None]:
+        """What the network and, if it is asked, the teacher say of the batch, in single precision."""
+        bf16 = self.recipe.precision == "bf16"
+        # Cached casts would outlive the recording of a graph, hence no cache.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+            logits = self.network(self.x).float()
+            if self.teacher is None or not self.recipe.distill:
+                return logits, None
+            with torch.no_grad():
+                return logits, self.teacher(self.x).float()
+
+    def check_weights(self) -> None:
+        """A network that is broken from the start is not one whose learning rate is too high."""
+        for name, parameter in self.model.named_parameters():
+            if not parameter.isfinite().all():
+                raise HapError(
+                    f"{name}{self.which} is not finite before training: expected finite weights to start from"
+                )
+
+    def check_loss(self, epoch: int) -> None:
+        """Refuse a loss that is not finite; this waits for the device."""
+        loss = distributed.mean(self.loss_sum).item()
+        if not math.isfinite(loss):
+            raise HapError(
+                f"the training loss{self.which} is {loss} in epoch {epoch + 1}: lower the learning "
+                f"rate ({self.recipe.lr}) or raise warmup ({self.recipe.warmup}); the last checkpoint is kept"
+            )
+
+    def note_epoch(self, epoch: int, seconds: float) -> None:
+        """Enter the steps of an epoch in the history."""
+        steps = self.steps_per_epoch
+        self.history.loss.append(distributed.mean(self.loss_sum).item() / steps)
+        self.history.seconds.append(seconds)
+        self.history.images_per_second.append(steps * self.size / seconds)
+        self.history.lr.append(self.recipe.learning_rate((epoch + 1) * steps - 1, self.total))
+
+    def note_accuracy(self, epoch: int, always: bool) -> None:
+        """Enter the accuracy after an epoch in the history: None where the recipe does not ask for it."""
+        due = always or (epoch + 1) % self.recipe.eval_every == 0
+        distributed.broadcast_(self.model)  # running statistics are each process's own
+        with self._averaged():
+            self.history.accuracy.append(evaluate(self.model, self.data).accuracy if due else None)
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def _averaged(self) -> Iterator[None]:
         """The model with its averaged weights; in place, since a recorded step knows tensors by address."""
         kept = {name: self.parameters[name].detach().clone() for name in self.average}
         self.use_average()
@@ -110,12 +201,18 @@ class Run(Update):
         return state
 
     def load(self, state: dict[str, Tensor]) -> None:
-        _copy_into(self.model.state_dict(), _under("model.", state))
-        _copy_into(self.average, _under("average.", state))
-        for name, momentum in _under("momentum.", state).items():
+        _copy_into(self.model.state_dict(), under("model.", state))
+        _copy_into(self.average, under("average.", state))
+        for name, momentum in under("momentum.", state).items():
             parameter = self.parameters[name]
             own = self.optimizer.state[parameter].setdefault("momentum_buffer", torch.empty_like(parameter))
             own.detach().copy_(momentum)
+
+    def wiring(self) -> bytes:
+        """What the network computes by beside its state: buffers that no state dict holds, such as where a pruned
+        branch meets a stream."""
+        stored = self.model.state_dict()
+        return json.dumps({n: b.tolist() for n, b in self.model.named_buffers() if n not in stored}).encode()
 
 
 def _in_step(model: nn.Module, device: torch.device) -> nn.Module:
@@ -123,6 +220,19 @@ def _in_step(model: nn.Module, device: torch.device) -> nn.Module:
     if distributed.processes() == 1:
         return model
     return nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
+def _sgd(parameters: list[nn.Parameter], recipe: Recipe, device: torch.device) -> torch.optim.SGD:
+    """On CUDA the rate is a tensor, which a recorded step reads anew at every replay."""
+    cuda = device.type == "cuda"
+    return torch.optim.SGD(
+        parameters,
+        lr=torch.tensor(recipe.lr, device=device) if cuda else recipe.lr,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        nesterov=recipe.nesterov,
+        fused=cuda,
+    )
 
 
 def _own_share(batch: int) -> int:
@@ -139,11 +249,12 @@ def epoch_seed(recipe: Recipe, epoch: int) -> int:
     return recipe.seed * 1_000_003 + epoch
 
 
+def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+
+
 @torch.no_grad()
 def _copy_into(targets: dict[str, Any], sources: dict[str, Tensor]) -> None:
     for name, source in sources.items():
         targets[name].copy_(source)
-
-
-def _under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}

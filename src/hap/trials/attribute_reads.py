@@ -1,7 +1,5 @@
 """Note which attributes of a model's modules are read while a copy of the model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
@@ -42,18 +40,12 @@ class AttributeReads:
         they are asked for all the same, it is among those `missed`. `nn.MultiheadAttention` is not watched: it gets a
         new class when it is pruned.
         """
-
-        def begin(*_: Any) -> None:
-            self.running = True
-
-        def stop(*_: Any) -> None:
-            self.running = False
-
-        model.register_forward_pre_hook(begin)
-        model.register_forward_hook(stop, always_call=True)
-        found = {name: model.get_submodule(name) for name in modules}
-        able = {name: module for name, module in found.items() if not isinstance(module, nn.MultiheadAttention)}
-        self.watched = {name for name, module in able.items() if self._watch_(module, name)}
+        model.register_forward_pre_hook(lambda *_: setattr(self, "running", True))
+        model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
+        for name in modules:
+            module = model.get_submodule(name)
+            if not isinstance(module, nn.MultiheadAttention) and self._watch_(module, name):
+                self.watched.add(name)
         for name in blocks:
             if not self._watch_(model.get_submodule(name), name, passing=True):
                 raise HapError(f"{name} cannot be left out")

@@ -1,7 +1,5 @@
 """The rounds of a trial: which units go from the model that is tried, and from the one that it is compared with."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Set

@@ -7,22 +7,20 @@ into them from outside, nothing is left that could tell them apart; otherwise a 
 Whoever relies on that still runs all of them when the pruned model is checked: a wrong guess is refused there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from hap.graph.index import GraphIndex
-from hap.graph.same_modules import same_modules
 from hap.groups.groups import Groups
 from hap.groups.types import Bools, Ints, SizeAttribute
 from hap.trials.attribute_reads import SETTINGS
+from hap.utils.module_tree import same_modules
 
 ClassesOf = Callable[[fx.Node], Ints | None]
 """The class of each position of a node's result, with size 1 along axes where it does not vary; None if unknown."""
@@ -61,18 +59,13 @@ def _with_likes(items: Iterable[Any], repeated: Mapping[Any, Any]) -> list[Any]:
     return list(found)
 
 
-def without_repeats(groups: Groups, repeats: Repeats) -> Groups:
-    """The groups, and all that belongs to them, without what is in blocks that repeat others."""
-    return groups.restricted(repeats.blocks, repeats.groups) if repeats.blocks else groups
-
-
 def find_repeats(
     index: GraphIndex, classes: ClassesOf, groups: Groups, candidates: list[SizeAttribute], shapes: Mapping[str, int]
 ) -> Repeats:
     """Blocks that repeat an earlier one, the outermost of those that do. Streams of branches are tried in full.
 
     `classes` says to which class each position of a node's result belongs. `shapes` counts the calls of modules that
-    return a tensor just like their first argument: see `call_shapes`.
+    return a tensor just like their first argument: see `hap.graph.capture.Captured`.
     """
     if len(groups.feeds):
         return Repeats()
@@ -130,31 +123,19 @@ def _signature(index: GraphIndex, classes: ClassesOf, name: str, nodes: list[fx.
             outside[node] = ("own", parameter[len(name) :]) if own else ("given", parameter, len(outside))  # type: ignore[index]
         return (*outside[node], _form(node))
 
-    steps = [(n.target, _frozen(fx.map_arg((n.args, n.kwargs), refer)), _form(n)) for n in nodes]
+    steps = repr([(n.target, fx.map_arg((n.args, n.kwargs), refer), _form(n)) for n in nodes])
     entering = [n for n in outside if n not in index.parameters and _form(n) == _form(leaving[0])]
     if not entering or not all(_cut_alike(classes(n), classes(leaving[0])) for n in entering):
         return None
     modules = [(suffix, type(m), _settings(m)) for suffix, m in index.modules[name].named_modules()]
     if any(settings is None for *_, settings in modules):
         return None
-    return (tuple(steps), inside[leaving[0]], tuple(modules))
+    return (steps, inside[leaving[0]], tuple(modules))
 
 
 def _form(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
-    several = value if isinstance(value, list | tuple) else ()
-    return tuple((tuple(v.shape), v.dtype) for v in several if isinstance(v, Tensor))
-
-
-def _frozen(values: Any) -> Any:
-    """Nested arguments as something that can be a key."""
-    if isinstance(values, dict):
-        return tuple((k, _frozen(v)) for k, v in values.items())
-    if isinstance(values, list | tuple):
-        return (type(values).__name__, *map(_frozen, values))
-    return values if isinstance(values, int | float | str | None | torch.dtype | torch.device) else str(values)
+    """The shapes and types of what a node returns."""
+    return pytree.tree_map_only(Tensor, lambda x: (tuple(x.shape), x.dtype), node.meta.get("val"))
 
 
 def _settings(module: nn.Module) -> Any:

@@ -1,6 +1,7 @@
-"""Run a round of a trial: prune a copy of the model, compare what it returns, and note why it does not fit."""
+"""Run a round of a trial: prune a copy of the model, compare what it returns, and note why it does not fit.
 
-from __future__ import annotations
+`reasons` puts what was seen in all rounds into words that `print(groups)` shows.
+"""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hap.execution.compare_outputs import in_float64, is_float32
+from hap.execution.calling import draws_random_numbers
+from hap.execution.compare_outputs import difference, in_float64, is_float32, output_tensors
 from hap.execution.fast_copy import copy_with
 from hap.graph.capture import Asked, exporting, modules_in
 from hap.groups.groups import Groups
@@ -20,10 +22,10 @@ from hap.planning.assemble import draft
 from hap.planning.cost import CostModel
 from hap.planning.plan import Plan
 from hap.trials.attribute_reads import AttributeReads
-from hap.trials.removal_rounds import rounds_of
-from hap.trials.repeated_blocks import NONE, Repeats, without_repeats
-from hap.verification.comparison import COUNTED, Comparison, Misfit, in_a_line
-from hap.verification.informative_weights import informative_weights
+from hap.trials.removal_rounds import kind_of, rounds_of
+from hap.trials.repeated_blocks import NONE, Repeats
+from hap.verification.comparison import COUNTED, UNLIKE, Comparison, Misfit, in_a_line
+from hap.verification.informative_values import informative_weights
 from hap.verification.verify import check_by_running
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -78,7 +80,9 @@ class RoundRunner:
 
     def __init__(self, subject: Subject):
         model, groups, repeats = subject.model, subject.groups, subject.repeats
-        self.groups = replace(without_repeats(groups, repeats), unprunable={})  # nobody reads its plans
+        self.groups = replace(
+            groups.restricted(repeats.blocks, repeats.groups), unprunable={}
+        )  # nobody reads its plans
         self.cost = CostModel(self.groups)
         self.reach = {n: np.concatenate([g.classes, groups.streams(g.classes)]) for n, g in self.groups.items()}
         attributes = [x for i, x in enumerate(subject.attributes) if i not in repeats.lengths]
@@ -212,3 +216,42 @@ def _why(error: Exception) -> tuple[str, str]:
     """Why a round did not fit, and what was seen, in a short line."""
     why, seen = (error.why, error.seen) if isinstance(error, Misfit) else (COUNTED, in_a_line(error))
     return why, textwrap.shorten(seen, LONGEST_REASON)
+
+
+def reasons(runner: RoundRunner, misfits: Sequence[str]) -> dict[str, str]:
+    """Why these groups do not fit: what was seen where one of them, or one of its kind, lost units by itself."""
+    seen: dict[str, tuple[str, str]] = {}
+    for (_, cut), ends in runner.ends.items():
+        alone = cut.intersection(misfits)
+        if len(alone) == 1:
+            seen |= {name: end.why for end in sorted(ends, key=_how_telling) for name in alone if end.why is not None}
+    of_kind = {kind_of(n): n for n in reversed(misfits) if n in seen}
+    unlike = _about_differences(runner) if any(why == UNLIKE for why, _ in seen.values()) else ""
+    found = {}
+    for name in misfits:
+        one = name if name in seen else of_kind.get(kind_of(name))
+        if one is None:
+            found[name] = COUNTED
+            continue
+        why, what = seen[one]
+        like = "" if one == name else f", like {one}"
+        found[name] = f"{why}{like}: {what}" + (f"; {unlike}" if why == UNLIKE else "")
+    return found
+
+
+def _how_telling(end: RoundEnd) -> tuple[bool, int]:
+    """What is raised tells more than values; the more attributes follow, the further a forward gets."""
+    return end.why is not None and end.why[0] == COUNTED, len(end.followers)
+
+
+def _about_differences(runner: RoundRunner) -> str:
+    """Where other values may come from: two runs of the model may differ by themselves."""
+    try:
+        if draws_random_numbers(runner.model, runner.example):
+            return "its forward draws at random"
+        first, second = (output_tensors(runner.model, runner.example) for _ in range(2))
+        if difference(first, second) is not None:
+            return "two runs of the model itself differ too"
+    except Exception:  # it ran before, but whoever does not return the same twice may also fail
+        return "the model itself does not always run"
+    return "it counts on its size, or a rule is wrong"

@@ -16,10 +16,9 @@ from hap.graph.capture import exporting
 from hap.graph.partition import touched
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import SizeAttribute
-from hap.trials.reasons import reasons
 from hap.trials.removal_rounds import kind_of
 from hap.trials.repeated_blocks import NONE
-from hap.trials.run_round import RoundRunner, Subject
+from hap.trials.run_round import RoundRunner, Subject, reasons
 from hap.verification.indistinguishable_heads import Rows, indistinguishable_heads
 
 AttributeKind = tuple[str, str, int, int]
@@ -80,9 +79,9 @@ def find_unprunable(subject: Subject, among: Sequence[str] | None = None) -> Tri
 def _including_repeats(search: Search, find: Callable[[Search], Found]) -> tuple[Search, Found]:
     """What was found, unless one run of all blocks does not bear it out: then what is found with all of them.
 
-    Blocks that look alike may still differ in what they do with other sizes, unless all their attributes are equal;
-    and others may look into them. Where neither is so, that run is left to the check of apply_, which runs all blocks
-    anyway and refuses what does not fit. What was found while a block was missed says nothing.
+    Blocks that look alike may do different things with other sizes, unless all their attributes are equal, and others
+    may look into them. Where neither is so, that run is left to the check of apply_. What was found while a block was
+    missed says nothing.
     """
     found, reads = find(search), search.runner.reads
     if not search.repeats.unlike and not reads.looked_into(search.repeats.blocks):
@@ -164,15 +163,10 @@ class Search:
     # ---- who is to blame ------------------------------------------------------------------------------------
 
     def _fit_together(self) -> Found:
-        """Groups that can lose units all at once, and the attributes that follow them.
-
-        Where a module fails, the groups that it computes or reads are left out, and all of their kind. None, if that
-        does not lead anywhere.
-        """
+        """Groups that can lose units all at once, without those around modules that fail, and what follows them."""
         able = self.able
         for attempt in range(MOST_ATTEMPTS if able else 0):
-            reach = self.runner.reached(able)
-            counting = [x for x in self.candidates if np.isin(x.classes, reach).any()]
+            counting = self._counting(*able)
             if (needed := self._fewest(able, counting)) is not None:
                 return able, needed
             failed = self.failed
@@ -186,10 +180,9 @@ class Search:
         return [], []
 
     def _fit_by_kind(self, names: list[str]) -> dict[str, list[SizeAttribute]]:
-        """Those of these groups that fit, with the attributes that follow each.
+        """Those of these groups that fit, with the attributes that follow each. They are settled.
 
-        One of each kind of name decides for its kind, and those that fit are settled. What is named alike need not be
-        alike: if the first does not fit, the others are tried without it.
+        One decides for all of its kind; if it does not fit, the others are tried without it.
         """
         able: dict[str, list[SizeAttribute]] = {}
         for kin in self._kinds(names):
@@ -232,15 +225,13 @@ class Search:
 
     # ---- which attributes follow ----------------------------------------------------------------------------
 
-    def _counting(self, name: str) -> list[SizeAttribute]:
-        """The attributes that may count units of a group."""
-        return [x for x in self.candidates if np.isin(x.classes, self.runner.reach[name]).any()]
+    def _counting(self, *names: str) -> list[SizeAttribute]:
+        """The attributes that may count units of these groups."""
+        reach = self.runner.reached(names)
+        return [x for x in self.candidates if np.isin(x.classes, reach).any()]
 
     def _fewest(self, names: list[str], followers: list[SizeAttribute]) -> list[SizeAttribute] | None:
-        """Without those that need not follow: a number may equal the length of an axis by chance. None: nothing fits.
-
-        One round shows that, unless all of them together do not bear it out.
-        """
+        """Without those that need not follow: a number may equal an axis's length by chance. None: nothing fits."""
         for rounds in (1, None):
             if not self.fits(names, followers, rounds):
                 return None
@@ -263,18 +254,17 @@ class Search:
         return None
 
     def _following_in_export(self, misfits: list[str], followers: list[SizeAttribute]) -> list[SizeAttribute]:
-        """Further attributes that have to follow where the model is exported.
+        """Further attributes that have to follow where the model is exported, if it ever asks whether it is.
 
-        A forward may go another way then, such as with a mask written out. That is the way the graph shows, and one
-        that other inputs may take too. Nothing follows if no choice of attributes works both ways, or the model never
-        asked whether it is exported.
+        A forward may go another way then: the one that the graph shows, and that other inputs may take too. Nothing
+        follows if no choice of attributes works both ways.
         """
         if not self.runner.asked.heard:
             return []
         self.settled, self.settled_followers = [], []
         able = [n for n in self.able if n not in misfits]
-        reach, known = self.runner.reached(able), set(map(id, followers))
-        left = [x for x in self.candidates if id(x) not in known and np.isin(x.classes, reach).any()]
+        known = set(map(id, followers))
+        left = [x for x in self._counting(*able) if id(x) not in known]
         for kinds in _choices(left) if left else ():
             more = [x for x in left if _attribute_kind(x) in kinds]
             every = [*followers, *more]

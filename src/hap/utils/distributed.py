@@ -3,8 +3,6 @@
 Without torch.distributed, or with one process, these do nothing, so that there is one code path for both.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

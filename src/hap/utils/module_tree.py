@@ -1,13 +1,12 @@
-"""Quick walks through the modules of a model: trials copy one, and ask for its tensors, many times over."""
+"""What is asked of a model's modules: the tensors they hold, whether two of them are equal, whether they take hooks."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def takes_hooks(module: nn.Module) -> bool:
@@ -15,63 +14,40 @@ def takes_hooks(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule)
 
 
-def every_module(model: nn.Module) -> list[nn.Module]:
-    """What model.modules() yields: each module once, outer ones first."""
-    found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting += reversed(module._modules.values())
-    return list(found.values())
-
-
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under all their names."""
-    parameters: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
-    for path, module in _every_name(model):
-        parameters.update({path + name: p for name, p in module._parameters.items() if p is not None})
-        buffers.update({path + name: b for name, b in module._buffers.items() if b is not None})
-    return parameters | buffers
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _every_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules under all their names, each with the dot that what it holds is named behind."""
-    waiting: list[tuple[str, nn.Module | None]] = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        if module is not None:
-            yield path, module
-            waiting += [(f"{path}{name}.", child) for name, child in reversed(module._modules.items())]
+def same_modules(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules agree in all that they and their submodules hold, beside the values of tensors."""
+    held, other = ([vars(module) for module in model.modules()] for model in (a, b))
+    try:
+        return len(held) == len(other) and all(map(_same_attributes, held, other))
+    except RecursionError:  # something holds itself
+        return False
 
 
-def set_mode(model: nn.Module, training: bool) -> None:
-    """model.train(training)."""
-    modules = every_module(model)
-    if switched_by_flag(modules):
-        set_flags((module, training) for module in modules)
-    else:
-        model.train(training)
+def _same_attributes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys() or any(_forms(a[kind]) != _forms(b[kind]) for kind in ("_parameters", "_buffers")):
+        return False
+    return all(_same(a[k], b[k]) for k in a if k not in ("_parameters", "_buffers", "_modules"))
 
 
-def switched_by_flag(modules: Iterable[nn.Module]) -> bool:
-    """Whether nothing but a flag of each of these changes with its mode."""
-    kinds: set[Any] = set()
-    for module in modules:
-        kinds.add(type(module))
-        if "train" in vars(module):
-            return False
-    return all(map(_usual, kinds))
+def _forms(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {n: None if t is None else (t.shape, t.dtype, t.requires_grad) for n, t in tensors.items()}
 
 
-def set_flags(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    for module, mode in modes:
-        vars(module)["training"] = mode
-
-
-@lru_cache(maxsize=4096)
-def _usual(kind: Any) -> bool:
-    own = (kind.train, kind.eval, kind.__setattr__) != (nn.Module.train, nn.Module.eval, nn.Module.__setattr__)
-    return not own and not hasattr(kind, "training")
+def _same(a: Any, b: Any) -> bool:
+    """Whether no forward could tell these values apart. Of objects, only one is the same as itself."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, PLAIN):
+        return bool(a == b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+    return isinstance(a, set | frozenset) and all(isinstance(x, PLAIN) for x in a) and a == b

@@ -1,7 +1,5 @@
 """Mappings of any kind as dicts, the only ones that torch looks into."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

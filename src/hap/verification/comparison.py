@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.compare_outputs import in_float64
-from hap.execution.fast_copy import copy_with, lazy_clone
+from hap.execution.fast_copy import copy_with
 from hap.execution.masked_execution import SparseWeight
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
@@ -74,7 +74,7 @@ class Comparison:
     def pruned(self) -> nn.Module:
         """A pruned copy. A forward may write to its tensors, so they share nothing with the dense model's."""
         try:
-            pruned = copy_with(self.model, {name: lazy_clone(tensor) for name, tensor in self.cut.items()})
+            pruned = copy_with(self.model, {name: tensor.clone() for name, tensor in self.cut.items()})
         except Exception as error:  # copying runs code of whatever the model holds
             line = in_a_line(error)
             raise Misfit(f"{REFUSED}: the model cannot be copied to try it, {line}", UNCOPIED, line) from error
@@ -94,8 +94,9 @@ class Comparison:
         sparse: dict[nn.Parameter, SparseWeight] = {}
         for name, mask in masks.items():
             tensor, cut, directed = tensors[name], cuts.get(name, {}), _has_direction(name, tensors)
-            if skip_zeros and _is_large(tensor) and not directed and name not in grafted:
-                thin = sparse_weight(name, tensor.detach(), self.cut[name], cut, mask)
+            large = tensor.ndim > 1 and tensor.numel() >= LARGE and tensor.is_floating_point()
+            if skip_zeros and large and isinstance(tensor, nn.Parameter) and not directed and name not in grafted:
+                thin = sparse_weight(tensor, self.cut[name], cut, mask)
                 changed[name] = placeholder = thin.placeholder()
                 sparse[placeholder] = thin
             else:
@@ -108,12 +109,12 @@ class Comparison:
 
     def _write_out_implants_(self, masked: nn.Module) -> None:
         modules = dict(masked.named_modules())
-        inputs = {name: list(keep) for name, keep in self.plan.kept_inputs().items()}
+        inputs: dict[str, Any] = {name: list(keep) for name, keep in self.plan.kept_inputs().items()}
         for graft in self.plan.grafts:
             weight, implant, rows = modules[graft.module].weight, self.implants[graft.module], list(graft.rows)
             assert isinstance(weight, Tensor)
             dense = weight.data.new_zeros(len(rows), *weight.shape[1:])
-            dense[:, inputs.get(graft.weight, list(range(weight.shape[1])))] = implant.kernel()
+            dense[:, inputs.get(graft.weight, slice(None))] = implant.kernel()
             weight.data[rows] = dense
             if implant.bias_values is not None:
                 modules[graft.module].bias.data[rows] = implant.bias_values.detach()
@@ -132,14 +133,7 @@ def _has_direction(name: str, tensors: Mapping[str, Tensor]) -> bool:
     return "parametrizations." in name or (name.endswith("_v") and f"{name[:-1]}g" in tensors)
 
 
-def _is_large(tensor: Tensor) -> bool:
-    large = tensor.numel() >= LARGE and tensor.ndim > 1 and tensor.is_floating_point()
-    return large and isinstance(tensor, nn.Parameter)
-
-
-def sparse_weight(
-    name: str, tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]
-) -> SparseWeight:
+def sparse_weight(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut]) -> SparseWeight:
     """A tensor that is cut, and zero where more of it would be cut; `small` is what is left then."""
     shape = [len(cuts[d].keep) if d in cuts else size for d, size in enumerate(tensor.shape)]
     index = {}
@@ -148,7 +142,7 @@ def sparse_weight(
         if dim in cuts:
             place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
         index[dim] = place[list(mask.keep)]
-    return SparseWeight(small, tuple(shape), index, name)
+    return SparseWeight(small, tuple(shape), index)
 
 
 def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut], zero: float) -> Tensor:

@@ -3,8 +3,6 @@
 Attention over tokens that are all alike, or over one token, returns the same however its rows are split into heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,8 +1,7 @@
 """The executed check: whether a pruned model does on an example what its plan says."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,19 +19,20 @@ from hap.execution.compare_outputs import (
     output_tensors,
 )
 from hap.execution.fast_copy import copy_with
-from hap.execution.masked_execution import RecordedResults, SkippingZeros
+from hap.execution.masked_execution import SkippingZeros
+from hap.execution.model_outputs import float_outputs
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
 from hap.surgery.cut import cut_tensors
 from hap.utils.module_tree import named_tensors
 from hap.verification.comparison import BY_ZEROS, COUNTED, REFUSED, UNKNOWABLE, UNLIKE, Comparison, Misfit, in_a_line
-from hap.verification.informative_inputs import informative_example
-from hap.verification.informative_weights import informative_weights
+from hap.verification.informative_values import informative_example, informative_weights
 
 UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that go another way, with fused kernels and nested tensors, where no mode of torch's watches functions."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 FUSED_TOLERANCE = dict.fromkeys(TOLERANCE, 0.1)
 """How far fused kernels may be off: some compute GELU another way."""
 
@@ -84,16 +84,19 @@ def check_by_running(comparison: Comparison, wanted: list[Any] | None = None, gr
 def agree_at_some_places(comparison: Comparison) -> bool:
     """Whether both models return the same with large maps computed at some places alone: see `sampled_convolution`.
 
-    If they do not, or one fails, that may be for the values in between: then these are to be computed too. So they are
-    where an output is zero everywhere, or not finite, which may come of the places, and tells nothing.
+    If not, that may come of these places. So it may where an output is zero everywhere, or not finite. Models without
+    layers for such maps are not asked: the mode that samples them takes time too.
     """
+    if not any(isinstance(m, CONVOLUTIONS) for m in comparison.model.modules()):
+        return False
     try:
         seen, wanted = _run_both(comparison, sampled=True)
     except Misfit:
         return False
-    numbers = [x for x in wanted if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
-    informative = all(0 < largest(x) < math.inf for x in numbers)
-    return informative and difference(wanted, seen, comparison.plan.exact) is None
+    return (
+        all(0 < largest(x) < math.inf for x in float_outputs(wanted) if x.numel())
+        and difference(wanted, seen, comparison.plan.exact) is None
+    )
 
 
 def _reason(problem: str) -> str:
@@ -106,8 +109,7 @@ def _reason(problem: str) -> str:
 def _compare_exactly(comparison: Comparison) -> tuple[str | None, list[Any]]:
     """What differs without any short cuts in float64, in words, and what the model with zeros returns.
 
-    A forward may fail in float64, such as one that makes tensors in float32 by itself: then it is measured how far off
-    rounding is.
+    Where a forward fails in float64, as it may by making tensors in float32, it is measured how far off rounding is.
     """
     tolerance = TOLERANCE
     comparison = replace(comparison, shorter=None)
@@ -127,10 +129,7 @@ def _run_both(
 ) -> tuple[list[Any], list[Any]]:
     """What the pruned model returns, and what the one with zeros does, which is not run if that is `wanted` already."""
     try:
-        pruned = comparison.pruned()
-        recorded = RecordedResults(dict(pruned.named_parameters())) if wanted is None and short_cuts else None
-        with recorded or nullcontext():
-            seen = output_tensors(pruned, comparison.example, sampled=sampled)
+        seen = output_tensors(comparison.pruned(), comparison.example, sampled=sampled)
     except Misfit:
         raise
     except Exception as error:
@@ -138,33 +137,28 @@ def _run_both(
         raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
     if wanted is None:
         try:
-            wanted = _reference(comparison, recorded, sampled)
+            wanted = masked_outputs(comparison, short_cuts, sampled)
         except Exception as error:
             raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     return seen, wanted
 
 
-def _reference(comparison: Comparison, recorded: RecordedResults | None, sampled: bool) -> list[Any]:
-    """What the model with zeros returns. If it fails with short cuts, it is run without: vmap, say, forbids some."""
+def masked_outputs(comparison: Comparison, skip_zeros: bool = False, sampled: bool = False) -> list[Any]:
+    """What the model with zeros returns. If it fails where these are skipped, it is run without: vmap forbids some."""
+    masked, sparse = comparison.masked(skip_zeros)
     try:
-        return masked_outputs(comparison, recorded, sampled)
+        with SkippingZeros(sparse) if skip_zeros else nullcontext():
+            return output_tensors(masked, comparison.example, sampled=sampled)
     except Exception:
-        if recorded is None:
+        if not skip_zeros:
             raise
-    return masked_outputs(comparison, None, sampled)
-
-
-def masked_outputs(comparison: Comparison, recorded: RecordedResults | None = None, sampled: bool = False) -> list[Any]:
-    """What the model with zeros returns. With what is `recorded` of the pruned model, zeros are skipped."""
-    masked, sparse = comparison.masked(skip_zeros=recorded is not None)
-    with nullcontext() if recorded is None else SkippingZeros(sparse, recorded):
-        return output_tensors(masked, comparison.example, sampled=sampled)
+    return masked_outputs(comparison, sampled=sampled)
 
 
 def _differ_by(gross: float, wanted: list[Any], seen: list[Any]) -> bool:
     """Whether outputs, all of them finite, differ by more than so many times the largest value."""
-    pairs = [(a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.is_floating_point()]
-    pairs = [(a, b) for a, b in pairs if a.numel()]
+    tensors = ((a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.numel())
+    pairs = [(a, b) for a, b in tensors if a.is_floating_point()]
     finite = all(bool(x.isfinite().all()) for pair in pairs for x in pair)
     return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
 
@@ -188,16 +182,16 @@ def _check_fused(comparison: Comparison, wanted: list[Any]) -> None:
     Most often that returns what is `wanted` without fused kernels. Where it does not, the model with zeros is asked,
     with fused kernels as well: these may, for one, leave out what is padded.
     """
-    exact, example = comparison.plan.exact, comparison.example
+    exact = comparison.plan.exact
+    seen = _fused_outputs(comparison.pruned, comparison.example, f"{REFUSED}: its forward")
+    if difference(wanted, seen, exact, FUSED_TOLERANCE) is not None:
+        wanted = _fused_outputs(lambda: comparison.masked()[0], comparison.example, UNKNOWN)
+        if problem := difference(wanted, seen, exact, FUSED_TOLERANCE):
+            raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
+
+
+def _fused_outputs(copied: Callable[[], nn.Module], example: Any, whose: str) -> list[Any]:
     try:
-        seen = output_tensors(comparison.pruned(), example, watched=False)
+        return output_tensors(copied(), example, watched=False)
     except Exception as error:
-        raise HapError(f"{REFUSED}: its forward fails in torch's fused kernels with {in_a_line(error)}") from error
-    if difference(wanted, seen, exact, FUSED_TOLERANCE) is None:
-        return
-    try:
-        wanted = output_tensors(comparison.masked()[0], example, watched=False)
-    except Exception as error:
-        raise HapError(f"{UNKNOWN} fails in torch's fused kernels with {in_a_line(error)}") from error
-    if problem := difference(wanted, seen, exact, FUSED_TOLERANCE):
-        raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
+        raise HapError(f"{whose} fails in torch's fused kernels with {in_a_line(error)}") from error

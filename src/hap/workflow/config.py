@@ -1,14 +1,13 @@
 """What an experiment is made of, and how it is read from TOML. Everything is checked before any work begins."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hap.errors import Argument, HapError
 from hap.implants import KINDS, Implant, implant_from_dict
@@ -19,7 +18,6 @@ from hap.training.recipes import Recipe
 
 DISTILL = 0.7
 """The weight of a teacher's word where neither the recipe nor the caller sets one."""
-RECIPE_FIELDS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "seed")
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class DenseStep:
 
     def make(self, seed: int) -> Recipe:
         assert self.recipe is not None
-        return _recipe(self.recipe, self.changes, seed)
+        return recipes.get(self.recipe, **self.changes, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -114,10 +112,14 @@ class FinetuneStep:
     teacher: bool = False
 
     def make(self, seed: int) -> Recipe:
-        recipe = _recipe(self.recipe, self.changes, seed)
-        if self.teacher and not recipe.distill:
-            return dataclasses.replace(recipe, distill=DISTILL)
-        return recipe if self.teacher else dataclasses.replace(recipe, distill=0.0)
+        return taught(recipes.get(self.recipe, **self.changes, seed=seed), self.teacher)
+
+
+def taught(recipe: Recipe, teacher: bool, distill: float | None = None) -> Recipe:
+    """The recipe with the weight `distill` of a teacher, if there is one: its own if that is None, else `DISTILL`."""
+    if distill is None:
+        distill = recipe.distill or DISTILL
+    return dataclasses.replace(recipe, distill=distill if teacher else 0.0)
 
 
 @dataclass(frozen=True)
@@ -175,29 +177,25 @@ def read_config(path: str | Path) -> Experiment:
 
 def from_values(values: Mapping[str, Any]) -> Experiment:
     """An experiment from nested tables of plain values."""
-    top = _checked("the top level", values, _types(Experiment))
+    top = _checked("the top level", values, get_type_hints(Experiment))
     for needed in ("model", "data", "out", "dense", "finetune", "prune"):
         if needed not in top:
             raise HapError(f"{needed!r} is missing at the top level")
     dense = _with_changes("[dense]", top["dense"], DenseStep)
     if "recipe" not in top["finetune"]:
         raise HapError("'recipe' is missing in [finetune]")
-    return Experiment(
-        **{
-            **top,
-            "dense": dense,
-            "finetune": _with_changes("[finetune]", top["finetune"], FinetuneStep),
-            "prune": tuple(_prune(i, table) for i, table in enumerate(top["prune"], 1)),
-            "seeds": tuple(top.get("seeds", (0,))),
-        }
-    )
+    steps = {
+        "dense": dense,
+        "finetune": _with_changes("[finetune]", top["finetune"], FinetuneStep),
+        "prune": tuple(_prune(i, table) for i, table in enumerate(top["prune"], 1)),
+        "seeds": tuple(top.get("seeds", (0,))),
+    }
+    return Experiment(**{**top, **steps})
 
 
-def _prune(number: int, table: Any) -> PruneStep:
+def _prune(number: int, table: Mapping[str, Any]) -> PruneStep:
     where = f"[[prune]] entry {number}"
-    if not isinstance(table, Mapping):
-        raise HapError(f"{where} is a {type(table).__name__}; expected a table")
-    known = _checked(where, table, _types(PruneStep))
+    known = _checked(where, table, get_type_hints(PruneStep))
     if "name" not in known:
         raise HapError(f"'name' is missing in {where}")
     try:
@@ -208,55 +206,39 @@ def _prune(number: int, table: Any) -> PruneStep:
 
 def _with_changes(where: str, table: Mapping[str, Any], kind: type[Any]) -> Any:
     """A step whose table mixes its own keys with recipe fields to replace."""
-    own = {k: v for k, v in _types(kind).items() if k != "changes"}
-    fields = {f.name: f.type for f in dataclasses.fields(Recipe) if f.name in RECIPE_FIELDS}
-    known = _checked(where, table, own | {n: str(t) for n, t in fields.items()})
-    return kind(
-        **{k: v for k, v in known.items() if k in own}, changes={k: v for k, v in known.items() if k not in own}
-    )
+    own, fields = get_type_hints(kind), get_type_hints(Recipe)
+    del own["changes"], fields["seed"]
+    known = _checked(where, table, own | fields)
+    changes = {key: known.pop(key) for key in list(known) if key not in own}
+    return kind(**known, changes=changes)
 
 
-def _types(kind: type[Any]) -> dict[str, str]:
-    return {f.name: str(f.type) for f in dataclasses.fields(kind)}
-
-
-_PLAIN: dict[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,), "bool": (bool,)}
-
-
-def _checked(where: str, table: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+def _checked(where: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """The table, if it holds known keys with values of the right kind only."""
     for key, value in table.items():
         if key not in known:
             raise HapError(f"unknown key {key!r} in {where}; known keys: {', '.join(known)}")
-        wanted = _expected(known[key])
-        right = isinstance(value, wanted) and (bool in wanted or not isinstance(value, bool))
-        if right and isinstance(value, Sequence) and not isinstance(value, str):
-            right = _members_fit(known[key], value)
-        if not right:
-            raise HapError(f"{key} is {value!r} in {where}; expected {_in_words(known[key])}")
+        if not _fits(value, known[key]):
+            words = "a list" if get_origin(known[key]) is tuple else _PLAIN.get(_plain(known[key]), "a table")
+            raise HapError(f"{key} is {value!r} in {where}; expected {words}")
     return dict(table)
 
 
-def _expected(annotation: str) -> tuple[type, ...]:
-    if annotation.startswith("tuple"):
-        return (list, tuple)
-    plain = annotation.split("|")[0].strip()
-    plain = plain.removeprefix("<class '").removesuffix("'>")
-    return _PLAIN.get(plain, (dict,))
+_PLAIN = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
+"""Kinds of plain values, in words. All others are tables."""
 
 
-def _members_fit(annotation: str, value: Sequence[Any]) -> bool:
-    inner = annotation.removeprefix("tuple[").split(",")[0].strip()
-    wanted = _PLAIN.get(inner, (dict,))
-    return all(isinstance(v, wanted) and not isinstance(v, bool) for v in value)
+def _plain(hint: Any) -> Any:
+    """The kind of value of a field that may also be None."""
+    return get_args(hint)[0] if isinstance(hint, UnionType) else hint
 
 
-def _in_words(annotation: str) -> str:
-    if annotation.startswith("tuple"):
-        return "a list"
-    words = {str: "text", float: "a number", int: "a whole number", bool: "true or false", dict: "a table"}
-    return words[_expected(annotation)[-1]]
-
-
-def _recipe(name: str, changes: Mapping[str, Any], seed: int) -> Recipe:
-    return recipes.get(name, **{**changes, "seed": seed})
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
+    kind = _plain(hint)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return isinstance(value, int | float)
+    return isinstance(value, kind if kind in _PLAIN else dict)

@@ -1,10 +1,5 @@
 """Networks and data as the command line and experiments name them: by zoo name, factory, checkpoint or folder."""
 
-from __future__ import annotations
-
-import statistics
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,8 @@ from hap.errors import Argument, HapError
 from hap.execution.calling import run as call
 from hap.io.checkpoint import Checkpoint
 from hap.models import pretrained
-from hap.pruning.latency import latency, with_threads
+from hap.pruning.latency import compare_latency
+from hap.training.evaluation import device_of
 from hap.workflow.results import Measured
 
 NAMED_DATA = ("digits", "cifar10", "cifar100")
@@ -55,17 +51,17 @@ def new_network(spec: str, classes: int | None, seed: int = 0) -> nn.Module:
         return models.resolve(spec, classes).eval()
 
 
-def first_images(data: Data, count: int = 1) -> Tensor:
-    """The first training images, as the network sees them."""
-    return next(data.batches("train", count))[0]
+def first_images(data: Data, count: int = 1, near: nn.Module | None = None) -> Tensor:
+    """The first training images, as a network sees them, and where the network `near` is."""
+    images = next(data.batches("train", count))[0]
+    return images if near is None else images.to(device_of(near))
 
 
 def check_reads(model: nn.Module, data: Data, name: str) -> None:
     """Refuse a network that cannot be run on the data or that has another number of classes."""
     shape = tuple(data.train.images.shape[1:])
-    device = next(iter(model.parameters())).device
     try:
-        output = call(model, first_images(data).to(device))
+        output = call(model, first_images(data, near=model))
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HapError(f"{name} cannot read an image of {data.name}, shaped {shape}: {why}") from error
@@ -134,41 +130,27 @@ def example_of_checkpoint(checkpoint: Checkpoint, path: str | Path, batch: int =
     return torch.zeros(batch, *shape)
 
 
+def metrics_of(model: nn.Module, data: Data) -> dict[str, Any]:
+    """What a checkpoint says of how well its network does and what it costs."""
+    found, count = hap.evaluate(model, data), hap.cost(model, first_images(data, near=model))
+    return {"accuracy": found.accuracy, "loss": found.loss, "params": count.params, "macs": count.macs}
+
+
 def measure_networks(*networks: tuple[nn.Module, float], data: Data) -> list[Measured]:
-    """Cost and latency of networks whose accuracies are known, timed in turns: a change in load meets them all."""
-    device = next(iter(networks[0][0].parameters())).device
-    example, batch = (first_images(data, count).to(device) for count in (1, LATENCY_BATCH))
-    times = time_in_turns([model for model, _ in networks], batch)
-    measured = []
-    for (model, accuracy), (median, spread) in zip(networks, times, strict=True):
-        count = hap.cost(model, example)
-        measured.append(Measured(accuracy, count.params, count.macs, median, spread, len(batch)))
-    return measured
+    """Cost and latency of networks whose accuracies are known, timed in turns: a change in load meets them all.
 
-
-def time_in_turns(networks: list[nn.Module], batch: Tensor) -> list[tuple[float, float]]:
-    """For each network its time and the distance between the quartiles of its rounds, in milliseconds.
-
-    The time of the first is the median over the rounds. That of another is the first's times the median of their ratio
-    in each round: what slows the machine down for a while slows both, and the ratio is what comparisons are about.
-    On a CPU one thread is used, since the time of several depends on what else the machine does.
+    The latency of the first is the median over the rounds, that of another is the first's times the median of their
+    ratio in each round: what slows the machine down for a while slows both, and the ratio is what comparisons are
+    about. On a CPU one thread is used, since the time of several depends on what else the machine does.
     """
-    with with_threads(1):
-        begun = time.perf_counter()
-        for model in networks:
-            latency(model, batch, runs=2, warmup=1)
-        once = (time.perf_counter() - begun) / 3
-        fewest, most = LATENCY_ROUNDS
-        rounds = min(most, max(fewest, round(LATENCY_SECONDS * len(networks) / (3 * once))))
-        taken = [[latency(model, batch, runs=2, warmup=1).median for model in networks] for _ in range(rounds)]
-    first = statistics.median(row[0] for row in taken)
-    found = []
-    for i in range(len(networks)):
-        low, _, high = statistics.quantiles([row[i] for row in taken], n=4)
-        found.append((first * statistics.median(row[i] / row[0] for row in taken), high - low))
-    return found
-
-
-def same_settings(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    """Whether stored settings are those wanted."""
-    return found is not None and dict(found) == dict(wanted)
+    models = [model for model, _ in networks]
+    example, batch = (first_images(data, count, near=models[0]) for count in (1, LATENCY_BATCH))
+    once = sum(time.median for time in compare_latency(models, batch, runs=2, warmup=1, threads=1)) / 1e3
+    fewest, most = LATENCY_ROUNDS
+    rounds = min(most, max(fewest, round(LATENCY_SECONDS * len(models) / (2 * once))))
+    times = compare_latency(models, batch, rounds, warmup=0, threads=1)
+    measured = []
+    for (model, accuracy), time in zip(networks, times, strict=True):
+        count, median = hap.cost(model, example), times[0].median * time.ratio_to(times[0])
+        measured.append(Measured(accuracy, count.params, count.macs, median, time.spread, len(batch)))
+    return measured

@@ -1,7 +1,5 @@
 """Where a result comes from: source revision and hardware."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from datetime import UTC, datetime

@@ -1,15 +1,13 @@
 """Carrying out an experiment, step by step. A finished step leaves files and is not done again."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,18 +31,15 @@ from hap.workflow.networks import (
     measure_networks,
     new_network,
     open_checkpoint,
-    same_settings,
 )
 from hap.workflow.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
-from hap.workflow.steps import note_if_fewer_images, probe_record, prune_step, score_step, sensitivity_record
+from hap.workflow.steps import Work, note_if_fewer_images, probe_record, sensitivity_record
 
 PROBE_IMAGES = 64
 
 
-class Console:
-    """What an experiment tells while it runs; this one keeps silent."""
-
-    progress = False
+class Console(Protocol):
+    """What shows an experiment while it runs."""
 
     def step(self, text: str) -> None:
         """A step begins."""
@@ -54,16 +49,15 @@ class Console:
 
     def status(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
         """Work without a bar of its own; the function inside says what it is doing."""
-        return nullcontext(lambda _: None)
 
 
-def run(experiment: Experiment, device: torch.device, console: Console | None = None) -> list[Result]:
+def run(experiment: Experiment, device: torch.device, console: Console) -> list[Result]:
     """Carry out what is not done yet and return all results: the dense network's, then one per way and seed.
 
     A step is finished when its files are there and were made with the settings asked for now; others are done again.
     """
     with with_threads(experiment.threads or torch.get_num_threads()):
-        return _Runner(experiment, device, console or Console()).run()
+        return _Runner(experiment, device, console).run()
 
 
 class _Runner:
@@ -81,36 +75,25 @@ class _Runner:
         for step in self.experiment.prune:
             results += self._one_way(dense, first, step)
         self._probes(dense)
-        write_json(self.out / INDEX, {"kind": "hap-experiment", "format": 1, "files": self._records()})
+        # so that a report leaves out what an earlier experiment left here
+        files = [f"results/{stem}.json" for stem in _records(self.experiment)]
+        write_json(self.out / INDEX, {"kind": "hap-experiment", "format": 1, "files": files})
         return results
-
-    def _records(self) -> list[str]:
-        """The result files of this experiment, so that a report leaves out what an earlier one left here."""
-        steps, seeds = self.experiment.prune, self.experiment.seeds
-        files = [self.out / "results" / "dense.json"]
-        for step in steps:
-            files += [self._paths(step, seed)[0] for seed in seeds]
-            files.append(self.out / "results" / f"{step.slug}-sensitivity.json")
-        files += [self.out / "results" / "probes.json"] if self.experiment.probes else []
-        return [path.relative_to(self.out).as_posix() for path in files]
 
     # ---- the dense network ----------------------------------------------------------------------------------
 
     def _dense(self) -> tuple[nn.Module, Result]:
         config = self._config()
-        path, record = self.out / "dense.safetensors", self.out / "results" / "dense.json"
-        done = self._finished(record, path, config)
+        done = self._finished("dense", config)
         if done is not None:
             self.console.skipped("dense network")
-            return self._open(path), done
+            return self._open("dense"), done
         model, history, recipe = self._trained_dense(config)
         with self.console.status("evaluating the dense network"):
             accuracy = hap.evaluate(model, self.data).accuracy
             (side,) = measure_networks((model, accuracy), data=self.data)
-        result = self._result("Dense", self.experiment.seeds[0], config, side, None, None, history)
-        self._save(path, model, None, recipe, side, config)
-        write_result(record, result)
-        self._training_file("dense", config).unlink(missing_ok=True)
+        result = self._result(config, history, side)
+        self._keep("dense", result, model, None, recipe)
         return model, result
 
     def _trained_dense(self, config: dict[str, Any]) -> tuple[nn.Module, History, Recipe | None]:
@@ -120,78 +103,72 @@ class _Runner:
             model, found, _ = open_checkpoint(step.checkpoint, self.experiment.model)
             if found.plan is not None:
                 raise HapError(f"{step.checkpoint} is pruned already; [dense] needs a dense checkpoint")
-            model = model.to(self.device)
-            check_reads(model, self.data, self.experiment.model)
-            return model, History(), None
-        self.console.step(f"dense network: train {self.experiment.model} on {self.data.name}")
-        model = new_network(self.experiment.model, self.data.classes, seed).to(self.device)
+        else:
+            self.console.step(f"dense network: train {self.experiment.model} on {self.data.name}")
+            model = new_network(self.experiment.model, self.data.classes, seed)
+        model = model.to(self.device)
         check_reads(model, self.data, self.experiment.model)
+        if step.checkpoint is not None:
+            return model, History(), None
         recipe = step.make(seed)
         return model, self._train(model, recipe, None, "dense", config), recipe
 
     # ---- one way to prune -----------------------------------------------------------------------------------
 
     def _one_way(self, dense: nn.Module, first: Result, step: PruneStep) -> list[Result]:
-        results: dict[int, Result] = {}
-        for seed in self.experiment.seeds:
-            record, path = self._paths(step, seed)
-            done = self._finished(record, path, self._config(step, seed))
-            if done is not None:
-                results[seed] = done
-        if missing := [s for s in self.experiment.seeds if s not in results]:
-            pruned, plan, one_shot = self._pruned(dense, step)
-            for seed in missing:
-                results[seed] = self._finetuned(dense, first, copy.deepcopy(pruned), plan, one_shot, step, seed)
-        else:
+        seeds = self.experiment.seeds
+        found = {seed: self._finished(_stem(step, seed), self._config(step, seed)) for seed in seeds}
+        if all(found.values()):
             self.console.skipped(step.name)
-        return [results[seed] for seed in self.experiment.seeds]
+        else:
+            pruned, plan, one_shot = self._pruned(dense, step)
+            for seed in (seed for seed, done in found.items() if done is None):
+                found[seed] = self._finetuned(dense, first, copy.deepcopy(pruned), plan, one_shot, step, seed)
+        return [result for result in found.values() if result is not None]
 
     def _pruned(self, dense: nn.Module, step: PruneStep) -> tuple[nn.Module, Plan, float]:
         config = self._config(step)
-        path = self.out / f"{step.slug}-pruned.safetensors"
-        found = _read_if_there(path)
-        if found is not None and found.plan is not None and same_settings(found.about.get("settings"), config):
+        stem = f"{step.slug}-pruned"
+        path = self._checkpoint(stem)
+        found = hap.read(path) if path.is_file() else None
+        if found is not None and found.plan is not None and found.about.get("settings") == config:
             self.console.skipped(f"{step.name}: pruned network")
-            return self._open(path), found.plan, float(found.metrics["accuracy"])
+            return self._open(stem), found.plan, float(found.metrics["accuracy"])
         budget = " and ".join(f"{share:.0%} of {kind}" for kind, share in step.budget().given.items())
         self.console.step(f"{step.name}: prune to {budget}")
         model, count, seed = copy.deepcopy(dense), self.experiment.calibration, self.experiment.seeds[0]
         with self.console.status(step.name) as say:
             key = json.dumps([step.criterion, step.probes, step.coupling])
             if key not in self.scored:
-                self.scored[key] = score_step(dense, self.data, step, count, seed, say)
+                self.scored[key] = Work(dense, self.data, step, count, seed, say).score()
             groups, scores = self.scored[key]
-            plan = prune_step(model, self.data, step, groups, scores, count, seed, say)
+            plan = Work(model, self.data, step, count, seed, say).prune(groups, scores)
             accuracy = hap.evaluate(model, self.data).accuracy
         picture = sensitivity_record(step.name, scores, plan, step.criterion)
-        write_json(self.out / "results" / f"{step.slug}-sensitivity.json", picture)
-        metrics = {"accuracy": accuracy}
-        hap.save(path, model, plan, metrics=metrics, about=self._about(config))
+        write_json(self._record(f"{step.slug}-sensitivity"), picture)
+        hap.save(path, model, plan, metrics={"accuracy": accuracy}, about=self._about(config))
         return model, plan, accuracy
 
     def _finetuned(
         self, dense: nn.Module, first: Result, model: nn.Module, plan: Plan, one_shot: float, step: PruneStep, seed: int
     ) -> Result:
-        config = self._config(step, seed)
-        record, path = self._paths(step, seed)
+        config, stem = self._config(step, seed), _stem(step, seed)
         many = f", seed {seed}" if len(self.experiment.seeds) > 1 else ""
         self.console.step(f"{step.name}: fine-tune{many}")
         recipe = self.experiment.finetune.make(seed)
         teacher = dense if self.experiment.finetune.teacher else None
-        history = self._train(model, recipe, teacher, record.stem, config)
+        history = self._train(model, recipe, teacher, stem, config)
         with self.console.status("measuring"):
             accuracy = hap.evaluate(model, self.data).accuracy
             sides = measure_networks((dense, first.dense.accuracy), (model, accuracy), data=self.data)
-        result = self._result(step.name, seed, config, sides[0], sides[1], one_shot, history, step)
-        self._save(path, model, plan, recipe, sides[1], config)
-        write_result(record, result)
-        self._training_file(record.stem, config).unlink(missing_ok=True)
+        result = self._result(config, history, sides[0], sides[1], step, one_shot)
+        self._keep(stem, result, model, plan, recipe)
         return result
 
     def _probes(self, dense: nn.Module) -> None:
-        probes, path = self.experiment.probes, self.out / "results" / "probes.json"
+        probes, path = self.experiment.probes, self._record("probes")
         config = {**self._config(), "probes": probes}
-        if not probes or (path.is_file() and same_settings(read_json(path).get("config"), config)):
+        if not probes or (path.is_file() and read_json(path).get("config") == config):
             return
         self.console.step(f"Hutchinson's estimate with {probes} probes, for the report")
         with self.console.status(f"drawing {probes} probes on {PROBE_IMAGES} images"):
@@ -219,83 +196,90 @@ class _Runner:
             config |= {"finetune": dataclasses.asdict(e.finetune), "seed": seed}
         return dict(json.loads(json.dumps(config)))
 
-    def _paths(self, step: PruneStep, seed: int) -> tuple[Path, Path]:
-        name = f"{step.slug}-seed{seed}"
-        return self.out / "results" / f"{name}.json", self.out / f"{name}.safetensors"
+    def _record(self, stem: str) -> Path:
+        return self.out / "results" / f"{stem}.json"
 
-    def _training_file(self, name: str, config: dict[str, Any]) -> Path:
+    def _checkpoint(self, stem: str) -> Path:
+        return self.out / f"{stem}.safetensors"
+
+    def _training_file(self, stem: str, config: dict[str, Any]) -> Path:
         """Where an interrupted training waits. Other settings have another name, so they never meet."""
         key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-        return self.out / "training" / f"{name}-{key}.safetensors"
+        return self.out / "training" / f"{stem}-{key}.safetensors"
 
-    def _finished(self, record: Path, checkpoint: Path, config: dict[str, Any]) -> Result | None:
-        if not record.is_file() or not checkpoint.is_file():
+    def _finished(self, stem: str, config: dict[str, Any]) -> Result | None:
+        if not self._record(stem).is_file() or not self._checkpoint(stem).is_file():
             return None
-        values = read_json(record)
-        if values.get("kind") != KIND or not same_settings(values.get("config"), config):
-            return None
-        return Result.from_dict(values)
+        values = read_json(self._record(stem))
+        ours = values.get("kind") == KIND and values.get("config") == config
+        return Result.from_dict(values) if ours else None
+
+    def _keep(self, stem: str, result: Result, model: nn.Module, plan: Plan | None, recipe: Recipe | None) -> None:
+        """Write the files of a step that is finished."""
+        side, config = result.measured, result.config
+        metrics = {"accuracy": side.accuracy, "params": side.params, "macs": side.macs}
+        about = self._about(config)
+        hap.save(self._checkpoint(stem), model, plan, recipe=recipe, metrics=metrics, about=about)
+        write_result(self._record(stem), result)
+        self._training_file(stem, config).unlink(missing_ok=True)
 
     def _train(
-        self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, name: str, config: dict[str, Any]
+        self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, stem: str, config: dict[str, Any]
     ) -> History:
-        path = self._training_file(name, config)
-        return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path, progress=self.console.progress)
+        path = self._training_file(stem, config)
+        return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path)
 
-    def _open(self, path: Path) -> nn.Module:
-        return open_checkpoint(path, self.experiment.model)[0].to(self.device)
+    def _open(self, stem: str) -> nn.Module:
+        return open_checkpoint(self._checkpoint(stem), self.experiment.model)[0].to(self.device)
 
     def _about(self, config: dict[str, Any]) -> dict[str, Any]:
         return {**describe_network(self.experiment.model, self.data), "settings": config}
 
-    def _save(
-        self,
-        path: Path,
-        model: nn.Module,
-        plan: Plan | None,
-        recipe: Recipe | None,
-        side: Measured,
-        config: dict[str, Any],
-    ) -> None:
-        metrics = {"accuracy": side.accuracy, "params": side.params, "macs": side.macs}
-        hap.save(path, model, plan, recipe=recipe, metrics=metrics, about=self._about(config))
-
     def _result(
         self,
-        name: str,
-        seed: int,
         config: dict[str, Any],
-        dense: Measured,
-        pruned: Measured | None,
-        one_shot: float | None,
         history: History,
+        dense: Measured,
+        pruned: Measured | None = None,
         step: PruneStep | None = None,
+        one_shot: float | None = None,
     ) -> Result:
-        budget = step.budget().given if step else None
         return Result(
-            name,
-            seed,
-            config,
-            step.criterion if step else None,
-            budget,
-            dense,
-            pruned,
-            one_shot,
-            len(self.data.test),
-            history.to_dict(),
-            sum(history.seconds),
+            name=step.name if step else "Dense",
+            seed=config.get("seed", config["dense_seed"]),
+            config=config,
+            criterion=step.criterion if step else None,
+            budget=step.budget().given if step else None,
+            dense=dense,
+            pruned=pruned,
+            one_shot=one_shot,
+            test_images=len(self.data.test),
+            curve=history.to_dict(),
+            seconds=sum(history.seconds),
             **origin(self.device),
         )
+
+
+def _stem(step: PruneStep, seed: int) -> str:
+    """The name of the files of a fine-tuned network."""
+    return f"{step.slug}-seed{seed}"
+
+
+def _records(experiment: Experiment) -> list[str]:
+    """The names of the result files of an experiment."""
+    stems = ["dense"]
+    for step in experiment.prune:
+        stems += [*(_stem(step, seed) for seed in experiment.seeds), f"{step.slug}-sensitivity"]
+    return [*stems, "probes"] if experiment.probes else stems
 
 
 def remove_results(experiment: Experiment) -> None:
     """Remove what a run of this experiment leaves, and nothing else."""
     out = Path(experiment.out)
-    names = ["dense", *(f"{step.slug}-seed{seed}" for step in experiment.prune for seed in experiment.seeds)]
-    pictures = [f"{step.slug}-sensitivity" for step in experiment.prune]
+    names = ["dense", *(_stem(step, seed) for step in experiment.prune for seed in experiment.seeds)]
     files = [out / INDEX, out / "report.html", out / "summary.png"]
     files += [out / f"{name}.safetensors" for name in [*names, *(f"{step.slug}-pruned" for step in experiment.prune)]]
-    files += [out / "results" / f"{name}.json" for name in [*names, *pictures, "probes"]]
+    files += [out / "results" / f"{name}.json" for name in {*_records(experiment), "probes"}]
     files += [path for name in names for path in out.glob(f"training/{name}-????????.safetensors")]
     for path in files:
         try:
@@ -307,7 +291,3 @@ def remove_results(experiment: Experiment) -> None:
 def short_digest(path: str | Path) -> str:
     """A fingerprint of a file's content."""
     return file_digest(path)[:16]
-
-
-def _read_if_there(path: Path) -> Any:
-    return hap.read(path) if path.is_file() else None

@@ -1,8 +1,7 @@
 """The steps between checkpoints, shared by the commands and by experiments: score and prune."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.plan import Plan
 from hap.scoring import HessianTrace, Scores, ScoringContext
+from hap.training.evaluation import device_of
 from hap.utils import distributed
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import first_images
@@ -25,8 +25,7 @@ Say = Callable[[str], None]
 
 def calibration(data: Data, model: nn.Module, count: int, seed: int) -> list[Batch]:
     """Training images to score on, where the model is; fewer where the data has fewer."""
-    device = next(iter(model.parameters())).device
-    return data.to(device).calibration(min(count, len(data.train)), seed)
+    return data.to(device_of(model)).calibration(min(count, len(data.train)), seed)
 
 
 def note_if_fewer_images(data: Data, count: int) -> str | None:
@@ -35,42 +34,53 @@ def note_if_fewer_images(data: Data, count: int) -> str | None:
     return f"{data.name} has {found} training images, not {count}: all of them are used" if found < count else None
 
 
-def score_step(
-    model: nn.Module, data: Data, step: PruneStep, count: int, seed: int, say: Say, *, stream: bool = False
-) -> tuple[Groups, Scores]:
-    """Trace the model, with its residual stream if asked to, and score its units."""
-    batches = calibration(data, model, count, seed)
-    say("tracing which channels belong together")
-    groups = hap.trace(model, first_images(data).to(batches[0][0].device), step.coupling, stream=stream)
-    say(f"scoring {groups.units} units by {step.criterion} on {sum(len(y) for _, y in batches)} images")
-    return groups, hap.score(model, groups, distributed.shard(batches), F.cross_entropy, step.make_criterion(seed))
+@dataclass(frozen=True)
+class Work:
+    """A network to score and prune by a step: so many `images` of its data score it, which `seed` draws.
 
+    With `stream` the residual stream of a transformer is traced too. `say` is told what is being done.
+    """
 
-def prune_step(
-    model: nn.Module, data: Data, step: PruneStep, groups: Groups, scores: Scores, count: int, seed: int, say: Say
-) -> Plan:
-    """Plan and apply, in place."""
-    say("planning")
+    model: nn.Module
+    data: Data
+    step: PruneStep
+    images: int
+    seed: int
+    say: Say = lambda _: None
+    stream: bool = False
 
-    def make() -> str:
-        return hap.plan(
-            groups, scores, step.budget(), step.make_implant(), step.limits(), per_cost=step.per_cost
-        ).to_json()
+    def batches(self) -> list[Batch]:
+        return calibration(self.data, self.model, self.images, self.seed)
 
-    plan = Plan.from_json(distributed.from_first(make))
-    apply_plan(model, data, step, plan, count, seed, say)
-    return plan
+    def trace(self) -> Groups:
+        return hap.trace(self.model, first_images(self.data, near=self.model), self.step.coupling, stream=self.stream)
 
+    def score(self) -> tuple[Groups, Scores]:
+        """Trace the model and score its units."""
+        batches, criterion = self.batches(), self.step.make_criterion(self.seed)
+        self.say("tracing which channels belong together")
+        groups = self.trace()
+        self.say(f"scoring {groups.units} units by {self.step.criterion} on {sum(len(y) for _, y in batches)} images")
+        return groups, hap.score(self.model, groups, distributed.shard(batches), F.cross_entropy, criterion)
 
-def apply_plan(model: nn.Module, data: Data, step: PruneStep, plan: Plan, count: int, seed: int, say: Say) -> None:
-    """Apply a plan, in place, and repair what reads the removed units if the step says so."""
-    batches = calibration(data, model, count, seed)
-    if step.compensate:
-        say("repairing what reads the removed units by least squares")
-        hap.compensate_(model, plan, batches)
-    say("pruning, and checking the result by running it")
-    hap.apply_(model, plan, first_images(data).to(batches[0][0].device), batches=batches)
-    distributed.broadcast_(model)
+    def prune(self, groups: Groups, scores: Scores) -> Plan:
+        """Plan and apply, in place."""
+        self.say("planning")
+        how = self.step.budget(), self.step.make_implant(), self.step.limits()
+        text = distributed.from_first(lambda: hap.plan(groups, scores, *how, per_cost=self.step.per_cost).to_json())
+        plan = Plan.from_json(text)
+        self.apply(plan)
+        return plan
+
+    def apply(self, plan: Plan) -> None:
+        """Apply a plan, in place, and repair what reads the removed units if the step says so."""
+        batches = self.batches()
+        if self.step.compensate:
+            self.say("repairing what reads the removed units by least squares")
+            hap.compensate_(self.model, plan, batches)
+        self.say("pruning, and checking the result by running it")
+        hap.apply_(self.model, plan, first_images(self.data, near=self.model), batches=batches)
+        distributed.broadcast_(self.model)
 
 
 def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) -> dict[str, Any]:
@@ -88,7 +98,7 @@ def sensitivity_record(name: str, scores: Scores, plan: Plan, criterion: str) ->
 def probe_record(model: nn.Module, data: Data, probes: int, images: int, seed: int) -> dict[str, Any]:
     """How Hutchinson's estimate of a few scores settles with the number of probes, beside the exact values."""
     batches = calibration(data, model, images, seed)
-    groups = hap.trace(model, first_images(data).to(batches[0][0].device))
+    groups = hap.trace(model, first_images(data, near=model))
     problem = ScoringContext(model, groups, batches, F.cross_entropy)
     try:
         exact = hap.score(model, groups, batches, F.cross_entropy, HessianTrace(method="exact"))

@@ -1,8 +1,6 @@
 """Networks that train side by side, as their state on disk knows them, so that it is found again whatever is asked for
 next."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Sequence
@@ -10,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hap.errors import HapError
-from hap.training.checkpoint import STATE, divide
 from hap.utils.atomic_files import write_json
 from hap.workflow.results import read_json
+from hap_reproduction.cifar10.training import STATE, divide
 
 NOTE = "batch.json"
 

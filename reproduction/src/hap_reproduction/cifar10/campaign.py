@@ -1,7 +1,5 @@
 """Many training runs as jobs: started from files, trained side by side on one device, resumed, recorded one by one."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time
@@ -18,9 +16,8 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.io.checkpoint import load, read, save
 from hap.planning.plan import Plan
-from hap.training import History, evaluate
-from hap.training.loop import NotFinite
-from hap.utils.atomic_files import digest, locked, write_json
+from hap.training import evaluate
+from hap.utils.atomic_files import digest, write_json
 from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
 from hap_reproduction.cifar10 import batches
@@ -29,7 +26,9 @@ from hap_reproduction.cifar10.job import KIND, Folders, Job, Say, pending
 from hap_reproduction.cifar10.masking import dense_form, pruned_form, trains_alike
 from hap_reproduction.cifar10.stacking import train_stacked
 from hap_reproduction.cifar10.starting import ScoreCache, describe, open_started, prune
+from hap_reproduction.cifar10.training import NotFinite, Together
 from hap_reproduction.cifar10.trimming import Trimmed, common_widths, trim
+from hap_reproduction.files import locked
 
 MASKED_FROM = 0.05
 """The share of FLOPs left from which a pruned network trains in a shape that others share, in which it can be one
@@ -192,7 +191,6 @@ def _train(
             masks=[t.masks for t in trainees],
             checkpoint_dir=batch.folder,
             seconds=left,
-            progress=False,
             stack=manner.stack,
             compiled=manner.compiled,
         )
@@ -318,7 +316,7 @@ def _dense(job: Job, data: Data, folders: Folders) -> nn.Module:
 
 
 def _record(
-    job: Job, trainee: Trainee, history: History, data: Data, folders: Folders, side_by_side: int, revision: str | None
+    job: Job, trainee: Trainee, history: Together, data: Data, folders: Folders, side_by_side: int, revision: str | None
 ) -> None:
     """The result file and the checkpoint in half precision, whose accuracy is measured too."""
     example, shape = first_images(data), _shape(job.model, data)

@@ -6,8 +6,6 @@ go by how much the loss is expected to rise, the least important of all layers f
 steps: 1x1 into the eigenbasis, k x k inside it, 1x1 back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

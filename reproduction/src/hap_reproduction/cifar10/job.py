@@ -1,7 +1,5 @@
 """What is trained: one job a network, and the folders that its files lie in."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ compensation, score per multiply-add saved, on many images.
 Protocol `short`: the fine-tuning of `paper` with 40 epochs, for the curves of accuracy against size.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ it is often the faster of the two: widths stay multiples of eight, branches need
 different ways share their kernels.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

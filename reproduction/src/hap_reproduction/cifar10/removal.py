@@ -1,7 +1,5 @@
 """What scores are worth before any fine-tuning: beside the loss without each single unit, and in pruned networks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ import hap
 from hap.data import Batch, Data
 from hap.groups.groups import Groups
 from hap.planning.budget import Budget
-from hap.scoring.gate_curvature import Gate, gated, gates_of
+from hap.scoring.gates import Gate, gated, gates_of
 from hap.workflow.networks import first_images
 from hap.workflow.steps import calibration
 from hap_reproduction.cifar10.starting import IMAGES

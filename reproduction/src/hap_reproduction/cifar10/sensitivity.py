@@ -1,7 +1,5 @@
 """The paper's figures about the scores themselves: how probes settle, what is kept, and how long scoring takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from hap.utils.atomic_files import write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import first_images, new_network
 from hap.workflow.provenance import provenance
-from hap.workflow.steps import calibration, probe_record, score_step, sensitivity_record
+from hap.workflow.steps import Work, calibration, probe_record, sensitivity_record
 from hap_reproduction.cifar10.job import Folders
 from hap_reproduction.cifar10.removal import one_shot_record, rank_correlation, removal_record
 from hap_reproduction.cifar10.starting import IMAGES
@@ -86,7 +84,7 @@ def _probes(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
 def _layers(model: nn.Module, data: Data, look: Study) -> dict[str, Any]:
     """Scores of all channels and what the headline HAP+Implant plan does with each."""
     step = PruneStep("hap-implant", flops=0.407, implant=0.2, coupling="union")
-    groups, scores = score_step(model, data, step, IMAGES, 0, lambda _: None)
+    groups, scores = Work(model, data, step, IMAGES, 0).score()
     plan = hap.plan(groups, scores, step.budget(), step.make_implant())
     return sensitivity_record(look.name, scores, plan, step.criterion) | {"flops": step.flops}
 

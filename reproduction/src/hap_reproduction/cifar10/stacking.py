@@ -5,8 +5,6 @@ tensor of a stack is those of its models one after another along dimension 0, so
 models stay what they are, and see their weights change.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hap.data import Data
 from hap.errors import HapError
-from hap.training import History, train_many
+from hap.training.loop import lay_out
 from hap.training.recipes import Recipe
 from hap.training.run import Run
-from hap.training.update import Update, lay_out
 from hap.utils.module_tree import named_tensors
+from hap_reproduction.cifar10.training import MaskedRun, Together, train_many
 
 KINDS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
 """Layers with tensors of their own that a stack can hold."""
@@ -58,12 +57,12 @@ def train_stacked(
     stack: int = 1,
     compiled: bool = False,
     **options: Any,
-) -> list[History]:
-    """Train as `hap.training.train_many` does, with up to `stack` models as one network.
+) -> list[Together]:
+    """Train as `train_many` does, with up to `stack` models as one network.
 
     Models are stacked that differ in their weights alone, and whose recipes differ in the seed alone. Their tensors
     must be those of Conv2d, BatchNorm2d and Linear, without hooks; other models run as they are. `compiled` compiles
-    stacks and nothing else. `History.stack` and `History.compiled` tell what was done.
+    stacks and nothing else. `Together.stack` and `Together.compiled` tell what was done.
     """
     if stack < 1:
         raise HapError(f"stack is {stack}; expected how many models may run as one network, 1 for none")
@@ -96,27 +95,45 @@ def stack(models: Sequence[nn.Module]) -> nn.Module:
     return made
 
 
-class Stack(Update):
-    """Runs of one kind and recipe that take their steps as one, while their tensors are `shared`."""
+class Stack(MaskedRun):
+    """Runs of one kind and recipe that take their steps as one, while their tensors are `shared`.
 
-    def __init__(self, runs: Sequence[Run], compiled: bool) -> None:
-        self.runs, self.compiled, first, width = runs, compiled, runs[0], len(runs)
+    Inputs of the `width` models and their logits stand one after another along dimension 1; labels are (width, batch)
+    and losses (width).
+    """
+
+    def __init__(self, runs: Sequence[MaskedRun], compiled: bool) -> None:
+        self.runs, self.compiled, self.width, first = runs, compiled, len(runs), runs[0]
         model = _checked([run.model for run in runs], first.x)
         teachers = [run.teacher for run in runs if run.teacher is not None]
         teacher = _checked(teachers, first.x) if teachers else None
-        size, channels, *sides = first.x.shape
-        super().__init__(
-            _compiled(model) if compiled else model,
-            model,
-            first.recipe,
-            _compiled(teacher) if compiled and teacher is not None else teacher,
-            first.device,
-            _joined_masks(runs),
-            (size, width * channels, *sides),
-            first.total,
-            width,
+        super().__init__(model, first.data, first.recipe, teacher, _joined_masks(runs))
+        if compiled:
+            self.network = _compiled(model)
+            self.teacher = None if teacher is None else _compiled(teacher)
+        memory_format = torch.channels_last if first.x.is_cuda else torch.contiguous_format
+        self.x = torch.cat([run.x for run in runs], 1).contiguous(memory_format=memory_format)
+        self.y = torch.stack([run.y for run in runs])
+        self.loss_sum = torch.stack([run.loss_sum for run in runs])
+
+    def loss(self) -> Tensor:
+        """The mean loss of each model over its batch."""
+        recipe = self.recipe
+        logits, guide = (None if t is None else self._by_model(t) for t in self.logits())
+        assert logits is not None
+        each = functional.cross_entropy(
+            logits.flatten(0, 1), self.y.flatten(), reduction="none", label_smoothing=recipe.label_smoothing
         )
-        self.model = model
+        losses = each.view_as(self.y).mean(1)
+        if guide is None:
+            return losses
+        student, target = (functional.log_softmax(t / recipe.temperature, 2) for t in (logits, guide))
+        divergences = functional.kl_div(student, target, reduction="none", log_target=True).sum(2).mean(1)
+        return (1 - recipe.distill) * losses + recipe.distill * recipe.temperature**2 * divergences
+
+    def _by_model(self, logits: Tensor) -> Tensor:
+        """(batch, width * classes) as (width, batch, classes)."""
+        return logits.unflatten(1, (self.width, -1)).transpose(0, 1)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -129,17 +146,17 @@ class Stack(Update):
             for run in self.runs:
                 _give_back(run.model)
 
-    def _share(self, index: int, run: Run) -> None:
+    def _share(self, index: int, run: MaskedRun) -> None:
         def part(whole: Tensor) -> Tensor:
             return whole.detach().chunk(self.width)[index]
 
-        run.stack, run.compiled = self.width, self.compiled
+        run.history.stack, run.history.compiled = self.width, self.compiled
         for name, parameter in run.model.named_parameters():
             parameter.data = part(self.model.get_parameter(name))
         for name, buffer in list(run.model.named_buffers()):
             _set_buffer(run.model, name, part(self.model.get_buffer(name)).view_as(buffer))
-        run.x, run.y = self.x.chunk(self.width, 1)[index], self.y[index : index + 1]
-        run.loss_sum = part(self.loss_sum)
+        run.x, run.y = self.x.chunk(self.width, 1)[index], self.y[index]
+        run.loss_sum = self.loss_sum[index]
         run.average = {name: part(self.average[name]) for name in run.average}
         if self.recipe.momentum:
             for name, whole in self.parameters.items():
@@ -149,19 +166,19 @@ class Stack(Update):
 
 
 @contextmanager
-def stacked_runs(runs: Sequence[Run], most: int, compiled: bool) -> Iterator[list[Update]]:
-    """The runs as updates: up to `most` of one kind and recipe as a stack, the others each for itself.
+def stacked_runs(runs: Sequence[MaskedRun], most: int, compiled: bool) -> Iterator[list[Run]]:
+    """The runs as fewer ones: up to `most` of one kind and recipe as a stack, the others each for itself.
 
     What was compiled before is forgotten: of one forward torch compiles a few shapes, and runs others as they are.
     """
     if compiled:
         torch.compiler.reset()
-    alike: dict[object, list[Run]] = {}
+    alike: dict[object, list[MaskedRun]] = {}
     for run in runs:
         alike.setdefault(_kind(run) if most > 1 else id(run), []).append(run)
     parts = [group[i : i + most] for group in alike.values() for i in range(0, len(group), most)]
     with ExitStack() as held:
-        updates: list[Update] = []
+        updates: list[Run] = []
         for part in parts:
             if len(part) > 1:
                 made = Stack(part, compiled)
@@ -264,7 +281,7 @@ def _random_copy(model: nn.Module, generator: torch.Generator) -> nn.Module:
     return made
 
 
-def _joined_masks(runs: Sequence[Run]) -> dict[str, Tensor]:
+def _joined_masks(runs: Sequence[MaskedRun]) -> dict[str, Tensor]:
     masked = {name for run in runs for name in run.masks}
     return {
         name: torch.cat([run.masks.get(name, torch.ones_like(run.parameters[name])).detach() for run in runs])

@@ -1,9 +1,7 @@
 """How a job's network comes about before it is trained: fresh, or pruned from a dense one in one of three ways."""
 
-from __future__ import annotations
-
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ from hap.errors import HapError
 from hap.io.checkpoint import load, read
 from hap.planning.plan import Plan
 from hap.scoring import Scores
-from hap.utils.atomic_files import read_record
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import first_images, new_network
-from hap.workflow.steps import calibration, prune_step, score_step
+from hap.workflow.steps import Work, calibration
 from hap_reproduction.cifar10.eigendamage import Ranks, eigendamage_, rebuild_
+from hap_reproduction.files import read_record
 
 IMAGES = 512
 """Training images that every method is given to score on, unless its job says otherwise."""
@@ -77,15 +75,15 @@ def prune(
     if isinstance(step, BorrowedStep):
         plan = borrowed(model, data, plans / f"{step.name}.json", step.flops)
         return Pruned(plan, None, time.monotonic() - begun)
-    known = {} if known is None else known
+    known, work = {} if known is None else known, Work(model, data, step, images, seed)
     key = step.criterion, step.probes, step.coupling, images, seed
     if key in known:
-        groups = hap.trace(model, first_images(data).to(next(iter(model.parameters())).device), step.coupling)
+        groups = work.trace()
     else:
-        groups, scores = score_step(model, data, step, images, seed, lambda _: None)
+        groups, scores = work.score()
         known[key] = scores, time.monotonic() - begun
     scores, seconds = known[key]
-    return Pruned(prune_step(model, data, step, groups, scores, IMAGES, seed, lambda _: None), None, seconds)
+    return Pruned(replace(work, images=IMAGES).prune(groups, scores), None, seconds)
 
 
 def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:

@@ -6,8 +6,6 @@ living units and as many dead ones as it takes to reach a width that all of them
 a sum of branches stays whole, since each network has other units there.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from hap.planning.assemble import draft
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.surgery.cut import shortened
-from hap.training.update import Masks
 from hap.utils.module_tree import named_tensors
 from hap_reproduction.cifar10.masking import spread
+from hap_reproduction.cifar10.training import Masks
 
 Widths = dict[str, int]
 """How many units are left of each group that is trimmed."""

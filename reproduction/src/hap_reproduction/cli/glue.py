@@ -1,7 +1,5 @@
 """hap glue."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """hap reproduce."""
 
-from __future__ import annotations
-
 import time
 from fnmatch import fnmatch
 from pathlib import Path

@@ -1,7 +1,5 @@
 """hap zoo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ One job is a task, a criterion and a seed. It starts from the dense network of i
 and kept, prunes it to each share of the heads, trains these networks side by side and leaves one result file.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What work takes of a device: peaks of memory, seconds that wait for it, and precision that it does fast."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

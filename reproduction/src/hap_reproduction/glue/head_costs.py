@@ -1,7 +1,5 @@
 """What the scores of heads cost, beside the fine-tuning that they follow: time and memory, in one run."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

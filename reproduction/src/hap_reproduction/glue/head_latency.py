@@ -1,7 +1,5 @@
 """How much faster an encoder is without half of its heads, on the device at hand."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import asdict
 from itertools import product

@@ -1,7 +1,5 @@
 """What is run: a task, a criterion and a seed, with the settings of all runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

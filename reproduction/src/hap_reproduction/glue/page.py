@@ -1,7 +1,5 @@
 """The results of `hap glue` as a page of tables like the paper's, made from the result files alone."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

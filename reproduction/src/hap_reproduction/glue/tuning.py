@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from hap.errors import HapError
 from hap.execution.calling import eval_mode
-from hap.training.graph import WARM_UP_STEPS, Captured, Step, in_turn
+from hap.training.graph import WARM_UP_STEPS, Captured, Step
 from hap_reproduction.glue.data import Batch, Encoded
+from hap_reproduction.streams import in_turn, side_by_side
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class _Feed:
     def __init__(self, batch: Batch, runs: Sequence[_Run], pool: Any, warm_up: int):
         self.inputs, self.labels = {k: v.clone() for k, v in batch[0].items()}, batch[1].clone()
         steps: list[Step] = [partial(run.step, self.inputs, self.labels) for run in runs]
-        self.step: Callable[[], None] = in_turn(steps) if pool is None else Captured(steps, pool, warm_up)
+        self.step: Step = in_turn(steps) if pool is None else Captured(side_by_side(steps), pool, warm_up)
 
     def put(self, batch: Batch) -> None:
         for name, values in batch[0].items():

@@ -1,7 +1,5 @@
 """Accuracy against what is left: the figures of the page of results."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from itertools import cycle

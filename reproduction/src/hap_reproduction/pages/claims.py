@@ -1,7 +1,5 @@
 """What the tables say of the claims, and where the paper's figures are not reached."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Pieces of the page of results: rows of networks as tables in Markdown, ours beside the paper's."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

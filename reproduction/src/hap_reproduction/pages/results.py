@@ -1,7 +1,5 @@
 """docs/results.md: tables and figures of the CIFAR-10 experiments, from result files and from nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,17 +1,15 @@
 """Jobs and what they left, put together over their seeds: what the page of results is made of."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hap.utils.atomic_files import read_record
 from hap_reproduction.cifar10.job import Job
 from hap_reproduction.cifar10.jobs import LONG
 from hap_reproduction.cifar10.starting import IMAGES, BorrowedStep, EigenStep
+from hap_reproduction.files import read_record
 from hap_reproduction.pages.zoo_manifest import RUN_AGAIN
 
 Record = Mapping[str, Any]

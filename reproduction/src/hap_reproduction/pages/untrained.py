@@ -1,7 +1,5 @@
 """What the page of results says of scores before any fine-tuning."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Whether one method is above another, as far as the seeds that have run can tell."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The manifest of the zoo: what each trained network is, how well it does, and which result file says so."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +7,8 @@ from pathlib import Path
 from hap.errors import HapError
 from hap.io.checkpoint import read
 from hap.models.pretrained import MANIFEST, Entry
-from hap.utils.atomic_files import digest, read_record, write_json
+from hap.utils.atomic_files import digest, write_json
+from hap_reproduction.files import read_record
 
 RUN_AGAIN = "get it again from the repository, or delete it and run hap reproduce again"
 

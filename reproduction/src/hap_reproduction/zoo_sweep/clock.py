@@ -1,7 +1,5 @@
 """Seconds spent on named pieces of work, memory that they do not wait for, limits, and reasons for what failed."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

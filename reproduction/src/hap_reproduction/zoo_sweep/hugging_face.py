@@ -1,7 +1,5 @@
 """Small Hugging Face models: for each a class, the settings of a small one, and an example to run it on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

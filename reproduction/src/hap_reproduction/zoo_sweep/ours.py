@@ -1,7 +1,5 @@
 """One model of another library, pruned and checked by running it, then exported."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence

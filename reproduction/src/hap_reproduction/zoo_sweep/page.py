@@ -3,8 +3,6 @@
 python -m hap_reproduction.zoo_sweep.page      # a test holds the page to the file
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from textwrap import fill

@@ -1,7 +1,5 @@
 """torch-pruning on the same models, as its own documentation uses it and without code for single models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any

@@ -1,7 +1,5 @@
 """What a sweep comes to: how many of each family, whose seconds, how many go on to ONNX and torch.export."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any

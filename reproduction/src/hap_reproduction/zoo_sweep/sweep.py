@@ -1,7 +1,5 @@
 """Prune many models of other libraries, one process each, and write down what became of each."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.metadata

@@ -4,8 +4,6 @@ It reads jobs from standard input, one JSON line each: model, share of FLOPs, "h
 in seconds and GiB. It prints what is known of the model, a line whenever more is known, and at last how its fork ended.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

@@ -11,10 +11,10 @@ Start with `elementwise`.
 
 from hap.graph.nodes import arguments, shape_of
 from hap.tracing.context import RuleContext, join_along, labels_of_axis
-from hap.tracing.label_tensors import labels_on_axis
-from hap.tracing.rules import indexing, layers, norms, products, recurrent
+from hap.tracing.labels import labels_on_axis
+from hap.tracing.rules import indexing, layers, products, recurrent
 from hap.tracing.rules.elementwise import pointwise
-from hap.tracing.rules.reductions import pooling, reduction
+from hap.tracing.rules.norms_and_reductions import pooling, reduction
 from hap.tracing.rules.registry import RULES, freeze_all, rule
 from hap.tracing.rules.structural import structural
 
@@ -28,7 +28,6 @@ __all__ = [
     "labels_of_axis",
     "labels_on_axis",
     "layers",
-    "norms",
     "pointwise",
     "pooling",
     "products",

@@ -1,7 +1,5 @@
 """Rules for operators that work element by element: operands share labels position by position."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,19 +7,20 @@ from torch import Tensor, fx
 
 from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, short_name
+from hap.groups.components import distinct
 from hap.tracing.context import RuleContext
-from hap.tracing.label_tensors import aligned, compress, long_axes, unlabelled, varies, zeros
+from hap.tracing.labels import compress, long_axes, unlabelled, varies, zeros
 from hap.tracing.rules.registry import freeze_all, rule
 
 Operand = tuple[Tensor, tuple[int, ...]]
 """The labels of a tensor, and its shape with 1 along axes where it is merely expanded."""
 
 
-def operand(context: RuleContext, node: fx.Node, ndim: int | None = None) -> Operand:
-    """A node's result as an operand with `ndim` axes, or as many as it has."""
+def operand(context: RuleContext, node: fx.Node, ndim: int) -> Operand:
+    """A node's result as an operand with `ndim` axes."""
     labels, shape = context.labels(node), varying_shape(node)
-    missing = (ndim or len(shape)) - len(shape)
-    return aligned(labels, len(shape) + missing), (1,) * missing + shape
+    missing = (1,) * (ndim - len(shape))
+    return labels.reshape(missing + tuple(labels.shape)), missing + shape
 
 
 @rule("pointwise")
@@ -38,7 +37,7 @@ def pointwise(context: RuleContext, node: fx.Node) -> Tensor:
     sides = [operand(context, a, ndim) for a in operands]
     result, _ = merge(context, short_name(node), sides)
     if sum(varies(labels) for labels, _ in sides) > 1 and context.flow.adds_branches(node):
-        context.sums_branches(result)
+        context.norms.summed.append(distinct(result))
     for matrix in matrices:
         _tie_matrix(context, context.index.parameters[matrix], result)
     return result
@@ -49,24 +48,22 @@ def merge(context: RuleContext, name: str, sides: list[Operand]) -> Operand:
     result, known = sides[0]
     for labels, shape in sides[1:]:
         if constrains(result, shape) and constrains(labels, known):
-            first, second = torch.broadcast_tensors(result, labels)
+            wide, narrow, seen = result, labels, shape
             if not _lacks_axis(shape, result) and _lacks_axis(known, labels):
-                first, second = second, first  # the one that knows more of the axes speaks for both
-            together = compress(torch.where(first != 0, first, second))
-            if _lacks_axis(shape, result):
-                context.lacks_axes(result.numpy(), labels.numpy(), long_axes(shape))
-            elif _lacks_axis(known, labels):
-                context.lacks_axes(labels.numpy(), result.numpy(), long_axes(known))
-            elif varies(result) != varies(labels):
-                context.hold(result if varies(result) else labels, name, "meets something that is never cut")
+                wide, narrow, seen = labels, result, known
+            if not _lacks_axis(seen, wide) and varies(wide) == varies(narrow):
+                context.join(wide.numpy(), narrow.numpy())
+                result = min(result, labels, key=Tensor.numel)  # joined, either speaks for both
             else:
-                context.join(result.numpy(), labels.numpy())
-                together = min(result, labels, key=Tensor.numel)  # joined, either speaks for both
-            result = together
+                if _lacks_axis(seen, wide):
+                    context.lacks_axes(wide, narrow, long_axes(seen))
+                else:
+                    context.hold(wide if varies(wide) else narrow, name, "meets something that is never cut")
+                result = compress(torch.where(wide != 0, wide, narrow))  # what knows more axes speaks for both
         else:  # one operand is stretched over the other's cut axis: it cannot be cut itself
             result, stretched = (labels, result) if constrains(result, shape) else (result, labels)
             context.freeze(stretched, name, "stretched over an axis that is cut")
-        known = tuple(max(a, b) for a, b in zip(known, shape, strict=True))
+        known = tuple(map(max, known, shape))
     return result, known
 
 
@@ -89,7 +86,7 @@ def _tie_matrix(context: RuleContext, parameter: str, labels: Tensor) -> None:
     if len(varying) == len(shared) == 1:
         context.tie(parameter, shared[0] - lead, labels.flatten().numpy(), "free")
     elif shared and len(varying) > len(shared):  # it lacks an axis: no say, if whole indices of that one go
-        context.lacks_axes(labels.numpy(), zeros(labels.ndim).numpy(), shared)
+        context.lacks_axes(labels, zeros(labels.ndim), shared)
     elif shared or (labels.numel() == 1 and varies(labels)):
         context.freeze(labels, parameter, "a parameter that would have to be cut along several axes")
 
@@ -109,9 +106,7 @@ def glu(context: RuleContext, node: fx.Node) -> Any:
 @rule("type_as")
 def type_as(context: RuleContext, node: fx.Node) -> Tensor:
     """The second tensor lends its type alone, whatever its shape."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return context.labels(source)
+    return context.labels(node.all_input_nodes[0])
 
 
 @rule("new")
@@ -122,10 +117,8 @@ def new(context: RuleContext, node: fx.Node) -> Any:
 
 @rule("getitem")
 def getitem(context: RuleContext, node: fx.Node) -> Any:
-    source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
-    value = context.values[source]
-    return value[index] if isinstance(value, list) else unlabelled(node.meta.get("val"))
+    several, place = context.values[node.all_input_nodes[0]], node.args[1]
+    return several[int(place)] if isinstance(several, list) else unlabelled(node.meta.get("val"))  # type: ignore[arg-type]
 
 
 @rule("_assert_tensor_metadata")

@@ -5,10 +5,7 @@ reads it, and a feature of the outputs and states. All layers and directions of 
 unit j goes from all of them. With its parameters at zero a unit starts at zero and stays there.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,80 +15,56 @@ from hap.graph.nodes import arguments, shape_of, short_name
 from hap.graph.operator_families import GATES, STRUCTURAL, Trait, having
 from hap.groups.types import Ints
 from hap.tracing.context import RuleContext, labels_of_axis
-from hap.tracing.label_tensors import labels_on_axis, varies
+from hap.tracing.labels import labels_on_axis, varies
 from hap.tracing.rules.registry import COMPUTED, freeze_all, rule
 from hap.tracing.weight_views import View
 
 UNCHANGED = having(Trait.UNCHANGED)
 STRETCHING = UNCHANGED | having(Trait.EXPANDS) | having(Trait.SAME_ORDER) | {"repeat"}
-PACKED = "reads a packed sequence"
-PROJECTED = "projects its states (proj_size)"
-ACROSS = "runs along an axis that would be cut"
-GIVEN = "it starts from a state that is never cut"
 
 
-@dataclass(frozen=True)
-class Direction:
-    """The names of what one direction of one layer is made of."""
-
-    inputs: str
-    states: str
-    biases: tuple[str, ...]
-
-
-@rule("recurrent")
+@rule("recurrent", "cell")
 def recurrent(context: RuleContext, node: fx.Node) -> Any:
-    """Outputs (batch and steps, in either order, x features) and the states after the last step."""
+    """Outputs (batch and steps, in either order, x features) and the states after the last step.
+
+    A cell is one step of one layer, from one state to the next; it returns its states alone.
+    """
     given = arguments(node)
     if "batch_sizes" in given:
-        return freeze_all(context, node, PACKED)
-    per, sides = 4 if given["has_biases"] else 2, 2 if given["bidirectional"] else 1
-    if len(given["params"]) != per * sides * given["num_layers"]:
-        return freeze_all(context, node, PROJECTED)
-    names = [context.parameter(p) for p in given["params"]]
-    units = _units(context, node, given["input"], names, per, sides)
-    if units is None:
+        return freeze_all(context, node, "reads a packed sequence")
+    is_cell = "w_ih" in given
+    if is_cell:
+        weights = [given[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh") if given[name] is not None]
+        per, sides = len(weights), 1
+    else:
+        weights, per, sides = given["params"], 4 if given["has_biases"] else 2, 2 if given["bidirectional"] else 1
+        if len(weights) != per * sides * given["num_layers"]:
+            return freeze_all(context, node, "projects its states (proj_size)")
+    names = [name for weight in weights if (name := context.parameter(weight)) is not None]
+    if len(names) < len(weights):
         return freeze_all(context, node, COMPUTED)
+    units = _units(context, node, given["input"], [names[i : i + per] for i in range(0, len(names), per)], sides)
     states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
     _start(context, node, states, units)
-    last = labels_on_axis(units, 3, -1)
-    return [labels_on_axis(np.tile(units, sides), 3, -1), *(last for _ in states)]
+    last = [labels_on_axis(units, 2 if is_cell else 3, -1) for _ in states]
+    if is_cell:
+        return last if isinstance(node.meta["val"], list | tuple) else last[0]
+    return [labels_on_axis(np.tile(units, sides), 3, -1), *last]
 
 
-@rule("cell")
-def cell(context: RuleContext, node: fx.Node) -> Any:
-    """One step of one layer, from one state to the next."""
-    given = arguments(node)
-    biases = [b for b in (given["b_ih"], given["b_hh"]) if b is not None]
-    names = [context.parameter(p) for p in (given["w_ih"], given["w_hh"], *biases)]
-    units = _units(context, node, given["input"], names, len(names), 1)
-    if units is None:
-        return freeze_all(context, node, COMPUTED)
-    states = [*given["hx"]] if isinstance(given["hx"], list | tuple) else [given["hx"]]
-    _start(context, node, states, units)
-    labels = labels_on_axis(units, 2, -1)
-    return [labels for _ in states] if isinstance(node.meta["val"], list | tuple) else labels
-
-
-def _units(
-    context: RuleContext, node: fx.Node, x: fx.Node, names: list[str | None], per: int, sides: int
-) -> Ints | None:
-    """The labels of the hidden units, once all that computes and reads them is tied; None if weights are computed."""
-    known = [name for name in names if name is not None]
-    if len(known) < len(names):
-        return None
-    parts = [known[i : i + per] for i in range(0, len(known), per)]
-    directions = [Direction(part[0], part[1], tuple(part[2:])) for part in parts]
+def _units(context: RuleContext, node: fx.Node, x: fx.Node, directions: list[list[str]], sides: int) -> Ints:
+    """The labels of the hidden units, once all that computes and reads them is tied. `directions` have the names of the
+    weight of the inputs, of that of the states, and of the biases, for each direction of each layer."""
     gates = GATES[short_name(node).removesuffix("_cell")]
-    hidden = context.index.shapes[directions[0].states][1]
-    units = context.axis(directions[0].inputs, 0, "out")[:hidden]
-    for place, direction in enumerate(directions):
+    hidden = context.index.shapes[directions[0][1]][1]
+    units = context.axis(directions[0][0], 0, "out")[:hidden]
+    for place, (of_inputs, of_states, *biases) in enumerate(directions):
         read = _features(context, node, x) if place < sides else np.tile(units, sides)
-        for weight, labels in ((direction.inputs, read), (direction.states, units)):
+        for weight, labels in ((of_inputs, read), (of_states, units)):
             context.join(context.axis(weight, 0, "out").reshape(gates, hidden), units)
             context.tie(weight, 1, labels, "in")
             context.contraction(node, View.of(weight, context.index.shapes[weight]), math.prod(shape_of(x)[:-1]))
-        for bias in direction.biases:
+        for bias in biases:
             context.tie(bias, 0, np.tile(units, gates), "free")
     return units
 
@@ -100,7 +73,7 @@ def _features(context: RuleContext, node: fx.Node, x: fx.Node) -> Ints:
     """The labels of what a layer reads or starts from, along the last axis."""
     labels = context.labels(x)
     if labels.numel() > 1 and labels.shape[-1] == 1:
-        context.freeze(labels, short_name(node), ACROSS)
+        context.freeze(labels, short_name(node), "runs along an axis that would be cut")
         return np.zeros(shape_of(x)[-1], dtype=np.int64)
     return labels_of_axis(context, x, -1)
 
@@ -120,24 +93,21 @@ def _start(context: RuleContext, node: fx.Node, states: list[fx.Node], units: In
                 context.reshaped(zeros, context.values[zeros])
             continue
         labels = _features(context, node, state if zeros is None else zeros)
-        context.freeze(units[labels == 0], context.module(node) or short_name(node), GIVEN)
+        what = context.module(node) or short_name(node)
+        context.freeze(units[labels == 0], what, "it starts from a state that is never cut")
         context.join(labels[labels != 0], units[labels != 0])
 
 
 def _zeros(node: fx.Node) -> fx.Node | None:
     """The node that makes zeros which nobody writes to, if these are seen here, as they are or in another shape."""
-    if node.op != "call_function":
-        return None
-    if short_name(node) in ("zeros", "new_zeros"):
-        return None if _written_to(node) else node
-    source = node.args[0] if node.args else None
-    same = short_name(node) in STRETCHING
-    return _zeros(source) if same and isinstance(source, fx.Node) else None
+    while node.op == "call_function" and short_name(node) in STRETCHING:
+        node = node.all_input_nodes[0]
+    made = node.op == "call_function" and short_name(node) in ("zeros", "new_zeros")
+    return node if made and not _written_to(node) else None
 
 
 def _written_to(node: fx.Node) -> bool:
     """Whether a tensor, or a view of it, is written to."""
-    users = {user: short_name(user) for user in node.users if user.op == "call_function"}
-    return any(
-        name.endswith("_") or (name in STRUCTURAL | UNCHANGED and _written_to(user)) for user, name in users.items()
-    )
+    users = [user for user in node.users if user.op == "call_function"]
+    written = any(short_name(user).endswith("_") for user in users)
+    return written or any(_written_to(user) for user in users if short_name(user) in STRUCTURAL | UNCHANGED)

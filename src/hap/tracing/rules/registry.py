@@ -5,8 +5,6 @@ the result, of size 1 along every axis where labels do not vary (a list of such 
 Operators without a rule freeze what they touch. To teach HAP a new operator: `hap.rules.RULES["myops::op"] = rule`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from hap.graph.nodes import arguments, is_pointwise, schema_name, short_name
-from hap.graph.operator_families import OPERATORS, Trait, family, having
+from hap.graph.operator_families import Trait, family, having
 from hap.planning.mac_counter import Counter
 from hap.tracing.context import RuleContext
-from hap.tracing.label_tensors import unlabelled
+from hap.tracing.labels import unlabelled
 
 Rule = Callable[[RuleContext, fx.Node], Any]
 COMPUTED = "its weight is computed from activations, or in a way that is not understood"
 NO_RULE = "no rule for this operator"
-LINEAR, MULTIPLYING = having(Trait.LINEAR), having(Trait.MULTIPLIES)
+LINEAR, MULTIPLYING, RECURRENT = having(Trait.LINEAR), having(Trait.MULTIPLIES), family("recurrent", "cell")
 RULES: dict[str, Rule] = {}
 """By the full name of an operator, such as `aten::conv2d`."""
 OF_FAMILIES: dict[str, Rule] = {}
@@ -52,7 +50,7 @@ def apply(context: RuleContext, node: fx.Node) -> Any:
         context.costs.curved = short_name(node)
     handler = RULES.get(schema_name(node)) or (OF_FAMILIES["pointwise"] if is_pointwise(node) else None)
     labels = handler(context, node) if handler is not None else freeze_all(context, node, _unknown(node))
-    context.flow.follow(node)
+    context.flow.follow(node, labels)
     return labels
 
 
@@ -65,11 +63,9 @@ def _unknown(node: fx.Node) -> str:
 def keeps_linear(context: RuleContext, node: fx.Node) -> bool:
     """Whether the result is piecewise linear in the activations that enter."""
     name = short_name(node)
-    if name == "batch_norm" and node.args[5]:  # normalises with the batch's own statistics
-        return False
-    if name in OPERATORS and OPERATORS[name].family in ("recurrent", "cell"):  # uses its weights at every step
-        return False
-    if name in LINEAR & MULTIPLYING and context.parameter(node.args[1]) is None:
+    own_statistics = name == "batch_norm" and node.args[5]  # of the batch
+    computed = name in LINEAR & MULTIPLYING and context.parameter(node.args[1]) is None
+    if own_statistics or computed or name in RECURRENT:  # recurrent layers use their weights at every step
         return False
     if name in LINEAR or name == "getitem" or not isinstance(node.meta.get("val"), Tensor):
         return True
@@ -83,7 +79,9 @@ def keeps_linear(context: RuleContext, node: fx.Node) -> bool:
 
 def freeze_all(context: RuleContext, node: fx.Node, why: str = NO_RULE) -> Any:
     """Give up on an operator: all that enters stays, for a reason, and it costs what it costs."""
-    context.fixed_cost(*_counted(node))
+    macs, uncounted = _counted(node)
+    context.costs.fixed += macs
+    context.costs.uncounted |= uncounted
     for labels in context.entering(node):
         context.freeze(labels, short_name(node), why)
     return unlabelled(node.meta.get("val"))

@@ -1,7 +1,6 @@
 """Rules for operators that move elements without computing: they run on the labels themselves."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, shape_of, short_name
 from hap.graph.operator_families import Trait, having
 from hap.tracing.context import RuleContext, labels_of_axis
-from hap.tracing.label_tensors import compress, unlabelled, varies
+from hap.tracing.labels import compress, unlabelled, varies
 from hap.tracing.rules.elementwise import constrains
 from hap.tracing.rules.registry import freeze_all, rule
 
@@ -39,7 +38,7 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
         context.sized(*context.entering(node))
     if not isinstance(result, list | tuple):
         if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
-            context.sliced(context.labels(source), int(arguments(node).get("dim", 0)))
+            context.wiring.sliced.append((context.labels(source).numpy(), int(arguments(node).get("dim", 0))))
         context.reshaped(node, result)
         return result
     if short_name(node) in SPLITTING and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
@@ -71,10 +70,7 @@ def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
 
 
 def _takes_the_rest(node: fx.Node, result: Any) -> bool:
-    """Whether the one axis along which a reshaped tensor, compressed, varies has the size -1: `view(1, -1, 1, 1)`.
-
-    Such a size follows whatever goes, and no other counts it.
-    """
+    """Whether the one axis along which a reshaped tensor varies has the size -1, which follows whatever goes."""
     if short_name(node) not in ("reshape", "view"):
         return False
     sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
@@ -87,40 +83,28 @@ def _on_labels(context: RuleContext, node: fx.Node) -> Any:
     A concatenation writes out its result, so other axes than its own stay short where no operand varies along them. So
     do those along which elements are rolled.
     """
-    known = [
-        a for a in node.all_input_nodes if a in context.index.parameters or isinstance(context.values.get(a), Tensor)
-    ]
-    labels = {a: context.labels(a) for a in known}
-    shapes = {a: list(shape_of(a)) for a in known}
-    if short_name(node) in RESHAPES and _same_elements(known[0], node):
-        return _reshaped(labels[known[0]], shapes[known[0]], list(shape_of(node)))
-    if short_name(node) in ("cat", "concat", "flip", "roll", "stack"):
-        ndim = len(shapes[known[0]])
-        along = arguments(node)["dim"] % ndim if short_name(node) in ("cat", "concat") else None
-        for d in (d for d in range(ndim) if d != along):
-            if len({len(s) for s in shapes.values()}) == 1 and all(x.shape[d] == 1 for x in labels.values()):
+    name, value = short_name(node), node.meta["val"]
+    known = [a for a in node.all_input_nodes if a in context.index.parameters or a in context.values]
+    labels = {a: x for a in known if isinstance(x := context.labels(a), Tensor)}
+    shapes, first = {a: list(shape_of(a)) for a in labels}, next(iter(labels))
+    if name in RESHAPES and first.meta["val"].dtype == value.dtype and value.numel():
+        return _reshaped(labels[first], shapes[first], list(shape_of(node)))
+    if name in ("cat", "concat", "flip", "roll", "stack") and len(set(map(len, shapes.values()))) == 1:
+        along = arguments(node)["dim"] % len(shapes[first]) if name in ("cat", "concat") else None
+        for d in range(len(shapes[first])):
+            if d != along and all(x.shape[d] == 1 for x in labels.values()):
                 for shape in shapes.values():
                     shape[d] = min(shape[d], 1)
 
-    def call(written_out: bool) -> Any:
-        def value(a: fx.Node) -> Any:
-            if a not in labels:
-                return a.meta.get("val")
-            wide = labels[a].expand(shapes[a])
-            return wide.contiguous() if written_out else wide
-
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    def call(prepare: Callable[[Tensor], Tensor]) -> Any:
+        wide = {a: prepare(x.expand(shapes[a])) for a, x in labels.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: wide[a] if a in wide else a.meta.get("val"))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     try:
-        return call(written_out=False)
+        return call(lambda expanded: expanded)
     except RuntimeError:  # such as a view across axes of which one is expanded
-        return call(written_out=True)
-
-
-def _same_elements(before: fx.Node, after: fx.Node) -> bool:
-    """Of one type; and there are some."""
-    return before.meta["val"].dtype == after.meta["val"].dtype and after.meta["val"].numel() > 0
+        return call(Tensor.contiguous)
 
 
 def _reshaped(labels: Tensor, before: list[int], after: list[int]) -> Tensor:
@@ -137,9 +121,8 @@ def _reshaped(labels: Tensor, before: list[int], after: list[int]) -> Tensor:
 @rule("padding")
 def padding(context: RuleContext, node: fx.Node) -> Any:
     """What is added along an axis that is not cut belongs to the same units; along a cut one it is always kept."""
-    source, amounts, mode = node.args[0], node.args[1], arguments(node).get("mode", "constant")
-    assert isinstance(source, fx.Node) and isinstance(amounts, list | tuple)
-    labels = context.labels(source)
+    source, amounts, *_ = arguments(node).values()
+    labels, mode = context.labels(source), arguments(node).get("mode", "constant")
     padded = {labels.ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
     cut = [d for d in padded if labels.shape[d] > 1]
     if not cut and (labels.numel() > 1 or not varies(labels)):
@@ -148,4 +131,4 @@ def padding(context: RuleContext, node: fx.Node) -> Any:
         return freeze_all(context, node, "pads an axis that would be cut")
     context.sized(labels)
     shape = [s if d in padded else labels.shape[d] for d, s in enumerate(shape_of(source))]
-    return compress(nn.functional.pad(labels.expand(shape), list(amounts)))  # type: ignore[arg-type]
+    return compress(nn.functional.pad(labels.expand(shape), list(amounts)))

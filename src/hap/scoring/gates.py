@@ -1,12 +1,10 @@
-"""The curvature of the loss along the one direction in which a unit goes: that of a gate on what it hands on."""
-
-from __future__ import annotations
+"""Criteria that look at gates: factors, 1 as the network stands, on what units hand on. With 0 the unit is gone."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,18 +14,66 @@ from torch import Tensor, nn
 from hap.errors import HapError
 from hap.execution.module_hooks import hooked
 from hap.groups.groups import Groups
-from hap.groups.types import Group, Producer
-from hap.scoring.affine import affine_norms
-from hap.scoring.base import Criterion, Scores, ScoringContext, fold
-from hap.scoring.batch import BATCH_FIRST, Batch
-from hap.scoring.gauss_newton import SURVEYED, Tap, backward, of_one_sample, over_samples, samples_of, survey
+from hap.groups.types import Producer
+from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, samples, unit_map
+from hap.scoring.derivatives import Tap, affine_norms, backward
+from hap.scoring.gauss_newton import SURVEYED, Add, Measure, of_one_sample, over_samples, samples_of, survey
 from hap.scoring.hessian_trace import MOST_OUTPUTS, mean_scores
-from hap.scoring.hutchinson import without_vmap_warnings
-from hap.scoring.outputs import CannotSample
+from hap.scoring.outputs import CannotTrace
+from hap.scoring.over_all_slices import readers
 from hap.scoring.row_norms import computes_as
+from hap.scoring.sample_axis import BATCH_FIRST, run_recorded
+from hap.utils import distributed
 
-INSTEAD = "use another criterion, such as HessianTrace"
+OTHER = "use another criterion"
+INSTEAD = f"{OTHER}, such as HessianTrace"
 READERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class GateGradient(Criterion):
+    """Mean over samples of |dL/dgate|, the gate a factor 1 on what a unit hands on (Michel et al., 2019).
+
+    `per_layer` divides the scores of each group by their Euclidean norm, as its authors do.
+
+    >>> GateGradient(per_layer=False).to_dict()
+    {'name': 'gate-gradient', 'per_layer': False}
+    """
+
+    per_layer: bool = True
+
+    name: ClassVar[str] = "gate-gradient"
+
+    def scores(self, problem: ScoringContext) -> Scores:
+        totals = {n: torch.zeros(len(g), dtype=torch.float64, device=problem.device) for n, g in problem.groups.items()}
+        for batch, share in zip(problem.batches, problem.shares(), strict=True):
+            for name, value in self._batch(problem, batch).items():
+                totals[name] += share * value
+        distributed.sum_(totals.values())
+        check_finite_scores(totals, "the gradient of a gate")
+        if self.per_layer:
+            totals = {n: v / v.norm().clamp_min(1e-300) for n, v in totals.items()}
+        return Scores(totals, about={"per_layer": self.per_layer})
+
+    @staticmethod
+    def _batch(problem: ScoringContext, batch: Batch) -> dict[str, Tensor]:
+        reading = {name: readers(problem.groups, group) for name, group in problem.groups.items()}
+        if unread := [name for name, some in reading.items() if not some]:
+            raise HapError(f"no layer reads group {unread[0]!r}, so a gate on it has no gradient; {OTHER}")
+        weights = list(dict.fromkeys(reader.weight for some in reading.values() for reader in some))
+        _, loss, calls = run_recorded(problem, batch, weights, OTHER)
+        slopes = dict(zip(weights, torch.autograd.grad(loss, [calls[n][0] for n in weights]), strict=True))
+        count = samples(batch)
+
+        def gate(name: str, reader: Producer) -> Tensor:
+            x, slope = calls[reader.weight][0].detach(), slopes[reader.weight]
+            if x.ndim < 2 or len(x) != count or x.shape[-1] != len(reader.unit):
+                seen = tuple(x.shape)
+                raise HapError(f"{reader.weight} does not read {name} on the last axis of every sample: {seen}")
+            return fold(problem.groups[name], reader, (x * slope).flatten(1, -2).sum(1) if x.ndim > 2 else x * slope)
+
+        gates = {name: reduce(torch.add, [gate(name, reader) for reader in some]) for name, some in reading.items()}
+        return {n: count * g.abs().mean(0) for n, g in gates.items()}  # the loss is a mean over the samples
 
 
 @dataclass(frozen=True)
@@ -55,28 +101,21 @@ class GateCurvature(Criterion):
             raise HapError(f"draws={self.draws}; expected at least 2")
 
     def scores(self, problem: ScoringContext) -> Scores:
-        with without_vmap_warnings():
-            return self._scores(problem)
+        gates = gates_of(problem.model, problem.groups)
 
-    def _scores(self, problem: ScoringContext) -> Scores:
-        gates, found = gates_of(problem.model, problem.groups), survey(problem)
-        if found.why_not is not None:
-            raise HapError(f"gate-curvature does not apply: {found.why_not}; {INSTEAD}")
-        _check_samples(problem, gates)
-        draws = self.draws if found.outputs > MOST_OUTPUTS else 0
+        def taps(add: Add) -> AbstractContextManager[Tensor]:
+            return _tapped(problem, gates, lambda gate, *passing: add(gate.group, _slope(problem, gate, *passing)))
 
-        def piece(batch: Batch, vectors: Tensor, signs: Tensor, at_once: int) -> dict[str, Tensor]:
-            return _piece(problem, gates, batch, vectors, signs, at_once)
-
-        sizes = {name: len(group) for name, group in problem.groups.items()}
+        measure = Measure(taps, Tensor.square, {name: len(group) for name, group in problem.groups.items()})
         try:
-            squares = over_samples(problem, found, sizes, piece, draws, self.seed)
-        except CannotSample as error:
+            found = survey(problem)
+            _check_samples(problem, gates)
+            draws = self.draws if found.outputs > MOST_OUTPUTS else 0
+            squares = over_samples(problem, found, measure, draws, self.seed)
+        except CannotTrace as error:
             raise HapError(f"gate-curvature does not apply: {error}; {INSTEAD}") from error
-        halves = {n: v / 2 for n, v in squares.items()}
-        if not draws:
-            return Scores({n: v[0] for n, v in halves.items()}, about={"method": "gauss-newton"})
-        return mean_scores(halves, {"method": "gauss-newton", "draws": draws})
+        about = {"method": "gauss-newton"} | ({"draws": draws} if draws else {})
+        return mean_scores({n: v / 2 for n, v in squares.items()}, about)
 
 
 # ---- where units pass ---------------------------------------------------------------------------------------
@@ -101,24 +140,27 @@ def gates_of(model: nn.Module, groups: Groups) -> Gates:
     """Gates that all that units hand on passes once: where it is read, or, for what joins a sum that other units join
     as well (`union` coupling), which readers cannot tell apart, where it joins."""
     modules, found = dict(model.named_modules()), dict[str, list[Gate]]()
-    sources = Counter(stream for _, stream in {(c, s) for c, s in groups.feeds.tolist()})
-    alone = {s: c for c, s in groups.feeds.tolist() if sources[s] == 1}  # such a stream goes when its unit does
+    feeds = {(c, s) for c, s in groups.feeds.tolist()}
+    sources = Counter(stream for _, stream in feeds)
+    fate = np.arange(groups.classes)
+    for c, s in feeds:
+        fate[s] = c if sources[s] == 1 else s  # such a stream goes when its unit does
     for name, group in groups.items():
-        own = set(group.classes.tolist())
+        own, unit_of = set(group.classes.tolist()), unit_map(groups, group)
         if own & set(sources):
             raise HapError(f"group {name!r} is a sum that other groups join, so it has no gate of its own; {INSTEAD}")
         if own & (groups.traits.in_activation_products - groups.traits.whole_matrices):
             raise HapError(f"group {name!r} is read by a product of activations, where no gate can be; {INSTEAD}")
         for s in groups.rewiring.output_scatters:
-            pairs = zip(s.narrow.tolist(), s.wide.tolist(), strict=True)
-            unit = _unit(group, [-1 if c in groups.traits.zero_padded or wide in alone else c for c, wide in pairs])
+            passed = ~np.isin(s.narrow, list(groups.traits.zero_padded)) & (fate[s.wide] == s.wide)
+            unit = np.where(passed, unit_of[s.narrow], -1)
             if not (unit >= 0).any():
                 continue
             if s.inside is not None:
                 raise HapError(f"group {name!r} joins a sum where no module returns it; {INSTEAD}")
             found.setdefault(s.module, []).append(Gate(name, Producer(f"{s.module}.weight", s.dim, unit), s.dim, True))
         for weight, dim in group.consumers:
-            unit = _unit(group, [alone.get(c, c) for c in groups.axes[weight, dim].tolist()])
+            unit = unit_of[fate[groups.axes[weight, dim]]]
             if not (unit >= 0).any():
                 continue
             module = weight.rpartition(".")[0]
@@ -129,12 +171,6 @@ def gates_of(model: nn.Module, groups: Groups) -> Gates:
             axis = -1 if isinstance(modules[module], nn.Linear) else 1
             found.setdefault(module, []).append(Gate(name, Producer(weight, dim, unit), axis, False))
     return found
-
-
-def _unit(group: Group, classes: Iterable[int]) -> Any:
-    """The unit of each of these classes, -1 where it is none of the group's."""
-    place = {c: u for u, c in enumerate(group.classes.tolist())}
-    return np.array([place.get(c, -1) for c in classes], dtype=np.int64)
 
 
 def gated(model: nn.Module, gates: Gates, change: Callable[[Gate, Tensor], Tensor]) -> AbstractContextManager[None]:
@@ -175,29 +211,6 @@ def _check_samples(problem: ScoringContext, gates: Gates) -> None:
         backward(output, anchor, of_one_sample(output))
     if mixed:
         raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
-
-
-def _piece(
-    problem: ScoringContext, gates: Gates, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int
-) -> dict[str, Tensor]:
-    """sum over samples of sign (d(s . output)/dg)^2, (K, units) by group."""
-    rows: dict[str, list[Tensor]] = {name: [] for name in problem.groups}
-    slopes: dict[str, Tensor] = {}
-
-    def see(gate: Gate, value: Tensor, gradient: Tensor) -> None:
-        slope = _slope(problem, gate, value, gradient)
-        slopes[gate.group] = slope + slopes[gate.group] if gate.group in slopes else slope
-
-    with torch.enable_grad(), _tapped(problem, gates, see) as anchor:
-        output, _ = problem.evaluate({}, batch)
-        for start in range(0, len(vectors), at_once):
-            slopes.clear()
-            backward(output, anchor, vectors[start : start + at_once].to(output.dtype))
-            for name, group in problem.groups.items():
-                current = signs[start : start + at_once]
-                none = torch.zeros(*current.shape, len(group), dtype=torch.float64, device=current.device)
-                rows[name].append((slopes.get(name, none).square() * current[:, :, None]).sum(1))
-    return {name: torch.cat(some) for name, some in rows.items()}
 
 
 def _slope(problem: ScoringContext, gate: Gate, value: Tensor, gradient: Tensor) -> Tensor:

@@ -1,24 +1,103 @@
-"""Baselines from gradients and from the diagonal of the curvature."""
-
-from __future__ import annotations
+"""Baselines: from the weights alone, from gradients, and from the diagonal of the curvature."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hap.errors import HapError
+from hap.errors import Argument, ForPython, HapError
 from hap.execution.calling import call_arguments, copied
-from hap.scoring.base import Criterion, Scores, ScoringContext
-from hap.scoring.batch import BATCH_FIRST, DETACHED, Batch, samples
+from hap.groups.types import Group, Producer
+from hap.scoring.base import DETACHED, Batch, Criterion, Scores, ScoringContext, as_hap_error, fold, samples, unit_map
 from hap.scoring.hessian_operator import Hessian
 from hap.scoring.hutchinson import diagonal_estimates
-from hap.scoring.input_checks import as_hap_error, check_alone, check_steady, check_targets, is_per_sample
 from hap.scoring.memory_chunks import Pieces
+from hap.scoring.sample_axis import BATCH_FIRST, check_alone, check_steady, check_targets, is_per_sample, last_alone
 from hap.utils import distributed
+
+
+@dataclass(frozen=True)
+class Magnitude(Criterion):
+    """||w_p||_2^2 / |p|, the paper's magnitude baseline.
+
+    >>> import hap
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1)).eval()
+    >>> model[0].weight.data = torch.tensor([[3.0, -4.0], [1.0, 0.0]])
+    >>> hap.score(model, hap.trace(model, torch.randn(1, 2)), None, None, hap.Magnitude())["0"].tolist()
+    [12.5, 0.5]
+    """
+
+    name: ClassVar[str] = "magnitude"
+    elementwise: ClassVar[bool] = True
+
+    def scores(self, problem: ScoringContext) -> Scores:
+        return Scores(problem.assemble(problem.mean_square))
+
+
+@dataclass(frozen=True)
+class L1(Criterion):
+    """||w_p||_1, the sum of absolute weights (Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017)."""
+
+    name: ClassVar[str] = "l1"
+    elementwise: ClassVar[bool] = True
+
+    def scores(self, problem: ScoringContext) -> Scores:
+        return Scores(problem.assemble(partial(problem.sum_of, torch.abs)))
+
+
+@dataclass(frozen=True)
+class Random(Criterion):
+    """Uniform random scores in [0, 1): the chance level."""
+
+    seed: int = 0
+
+    name: ClassVar[str] = "random"
+
+    def scores(self, problem: ScoringContext) -> Scores:
+        generator = torch.Generator().manual_seed(self.seed)
+        draw = partial(torch.rand, generator=generator, dtype=torch.float64)
+        return Scores({n: draw(len(g)) for n, g in problem.groups.items()})
+
+
+@dataclass(frozen=True)
+class GeometricMedian(Criterion):
+    """mean over units q of ||w_p - w_q||_2, by the root of |p|: the redundant go first (He et al., Filter Pruning via
+    Geometric Median, CVPR 2019)."""
+
+    name: ClassVar[str] = "geometric-median"
+
+    def scores(self, problem: ScoringContext) -> Scores:
+        def formula(group: Group, producer: Producer) -> torch.Tensor:
+            rows = problem.weights[producer.weight].double().movedim(producer.dim, 0).flatten(1)
+            return fold(group, producer, torch.cdist(rows, rows).mean(1) / rows.shape[1] ** 0.5)
+
+        return Scores(problem.assemble(formula))
+
+
+@dataclass(frozen=True)
+class BNScale(Criterion):
+    """|gamma| of the BatchNorm behind a unit, summed over several (Liu et al., Network Slimming, ICCV 2017)."""
+
+    name: ClassVar[str] = "bn-scale"
+
+    def scores(self, problem: ScoringContext) -> Scores:
+        parameters = dict(problem.model.named_parameters())
+        values = {}
+        for name, group in problem.groups.items():
+            unit = unit_map(problem.groups, group)
+            scales = [Producer(w, 0, unit[problem.groups.axes[w, 0]]) for w in problem.groups.batchnorm_weights]
+            own = [scale for scale in scales if (scale.unit >= 0).any()]
+            if not own:
+                advice = f"trace with ignore=({name!r},) or use another criterion"
+                typed = ("use another ", Argument("criterion"))
+                raise HapError(f"group {name!r} has no batch normalisation of its own; ", ForPython(advice, typed))
+            gammas = [fold(group, scale, parameters[scale.weight].detach().abs()) for scale in own]
+            values[name] = torch.stack(gammas).sum(0)
+        return Scores(values)
 
 
 @dataclass(frozen=True)
@@ -41,16 +120,12 @@ class Taylor(Criterion):
     def scores(self, problem: ScoringContext) -> Scores:
         total = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
         for batch, share in zip(problem.batches, problem.shares(), strict=True):
-            weights = {n: w.clone().requires_grad_() for n, w in problem.weights.items()}
-            with torch.enable_grad():
-                _, loss = problem.evaluate(weights, batch)
-                gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
-            for name, gradient in zip(weights, gradients, strict=True):
+            gradients = _gradient(lambda weights, batch: problem.evaluate(weights, batch)[1], problem.weights, batch)
+            for name, gradient in gradients.items():
                 total[name] += share * gradient.double()
         distributed.sum_(total.values())
-        return Scores(
-            problem.assemble(lambda g, p: problem.per_unit(g, p, total[p.weight] * problem.weights[p.weight]).square())
-        )
+        products = {n: g * problem.weights[n] for n, g in total.items()}
+        return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, products[p.weight]).square()))
 
 
 @dataclass(frozen=True)
@@ -76,7 +151,7 @@ class DiagonalFisher(Criterion):
             with torch.no_grad():
                 output, _ = problem.evaluate({}, batch)
             if batch is problem.batches[0]:
-                check_alone(_by_sample(output, count), _by_sample(problem.last_alone(batch), 1))
+                check_alone(batch, _by_place(output), _by_place(last_alone(problem, batch)))
 
             def work(part: slice, batch: Batch = batch, count: int = count) -> dict[str, Tensor]:
                 gradients = self._per_sample(problem, batch, count, part)
@@ -88,11 +163,7 @@ class DiagonalFisher(Criterion):
         distributed.sum_(squares.values())
         if not any(bool(s.any()) for s in squares.values()):
             raise HapError(DETACHED)
-        return Scores(
-            problem.assemble(
-                lambda g, p: problem.per_unit(g, p, squares[p.weight] * problem.weights[p.weight].double().square()) / 2
-            )
-        )
+        return _of_diagonal(problem, squares)
 
     @staticmethod
     def _per_sample(problem: ScoringContext, batch: Batch, count: int, part: slice) -> dict[str, Tensor]:
@@ -127,21 +198,20 @@ def _for_each(loss: Callable[..., Tensor], weights: dict[str, Tensor], values: d
     return {name: torch.stack([g[name] for g in each]) for name in weights}
 
 
-def _gradient(loss: Callable[..., Tensor], weights: dict[str, Tensor], sample: dict[int, Tensor]) -> dict[str, Tensor]:
-    """The gradient of one sample by autograd alone, which leaves inputs as they are, so that numpy can read them."""
+def _gradient(loss: Callable[..., Tensor], weights: dict[str, Tensor], given: Any) -> dict[str, Tensor]:
+    """The gradient of loss(weights, given) by autograd alone, which leaves inputs as they are: numpy can read them."""
     own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     with torch.enable_grad():
-        value = loss(own, sample)
+        value = loss(own, given)
         if not value.requires_grad:
             raise HapError(DETACHED)
         found = torch.autograd.grad(value, list(own.values()), materialize_grads=True)
     return dict(zip(own, found, strict=True))
 
 
-def _by_sample(output: Any, count: int) -> dict[str, Tensor]:
-    """What a model returns for each of so many samples, by place."""
+def _by_place(output: Any) -> dict[str, Tensor]:
     leaves = enumerate(pytree.tree_leaves(output))
-    return {f"output {i}": t for i, t in leaves if is_per_sample(t, count) and t.is_floating_point()}
+    return {f"output {i}": x for i, x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 @dataclass(frozen=True)
@@ -162,16 +232,15 @@ class OBD(Criterion):
 
     def scores(self, problem: ScoringContext) -> Scores:
         diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        for _, block in diagonal_estimates(
-            Hessian(problem), problem.weights, range(self.probes), self.seed, self.chunk
-        ):
+        probes, hessian = range(self.probes), Hessian(problem)
+        for _, block in diagonal_estimates(hessian, problem.weights, probes, self.seed, self.chunk):
             for name, values in block.items():
                 diagonal[name] += values.sum(0, dtype=torch.float64) / self.probes
         distributed.sum_(diagonal.values())
-        return Scores(
-            problem.assemble(
-                lambda g, p: (
-                    problem.per_unit(g, p, diagonal[p.weight] * problem.weights[p.weight].double().square()) / 2
-                )
-            )
-        )
+        return _of_diagonal(problem, diagonal)
+
+
+def _of_diagonal(problem: ScoringContext, diagonal: dict[str, Tensor]) -> Scores:
+    """1/2 sum over the unit's weights of d_i w_i^2, d of the weights' shapes."""
+    terms = {n: d * problem.weights[n].double().square() for n, d in diagonal.items()}
+    return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, terms[p.weight]) / 2))
