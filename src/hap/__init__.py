@@ -28,6 +28,7 @@ from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.prune import prune_
 from hap.pruning.prune_blocks import plan_blocks, prune_blocks_
+from hap.refit import Refit, refit_
 from hap.scoring import (
     L1,
     OBD,
@@ -47,7 +48,6 @@ from hap.scoring import (
     Whole,
     score,
 )  # fmt: skip
-from hap.refit import Refit, refit_
 from hap.tracing import rules
 from hap.tracing.rewrite import rewrite
 from hap.tracing.trace import trace
@@ -59,9 +59,9 @@ __version__ = "0.1.0"
 __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateCurvature",
     "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank",
-    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Refit", "Reversed", "Scores", "SpatialLowRank",
-    "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft", "evaluate", "export",
-    "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts", "plan", "plan_blocks",
-    "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "refit_", "rewrite", "rules", "save", "score", "trace",
-    "train", "zoo",
+    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Refit", "Reversed", "Scores",
+    "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft",
+    "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts", "plan",
+    "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "refit_", "rewrite", "rules",
+    "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
+from hap.pruning.repair import REPAIRS
 from hap.scoring import CRITERIA
 from hap.training.evaluation import device_of
 from hap.utils.atomic_files import check_writable
@@ -63,6 +64,10 @@ RoundTo = Annotated[int, typer.Option(help="Layers keep a multiple of this many 
 Leave = Annotated[list[str] | None, typer.Option(help="Layers not to touch: a name or a pattern. Repeatable.")]
 PerCost = Annotated[bool, typer.Option("--per-cost", help="Rank by sensitivity per cost saved.")]
 Compensate = Annotated[bool, typer.Option("--compensate", help="Repair what reads the removed units by least squares.")]
+Repair = Annotated[
+    str | None,
+    typer.Option(help=f"Mend what is left, without training: {', '.join(REPAIRS)}. refit is by far the best."),
+]
 OutCheckpoint = Annotated[Path, typer.Option(help="The checkpoint to write (.safetensors).")]
 OutScores = Annotated[Path | None, typer.Option(help="A JSON file for the scores, which hap prune can read.")]
 Backend = Annotated[str, typer.Option(help=f"What is timed: {', '.join(BACKENDS)} (exported, BatchNorms folded).")]

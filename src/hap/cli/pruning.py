@@ -112,6 +112,7 @@ def prune(
     leave: options.Leave = None,
     per_cost: options.PerCost = False,
     compensate: options.Compensate = False,
+    repair: options.Repair = None,
     calibration: options.Calibration = 512,
     model: options.Model = None,
     data_root: options.DataRoot = None,

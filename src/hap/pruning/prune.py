@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from hap.errors import HapError
 from hap.execution.input_checks import check_given, outside_inference
 from hap.graph.partition import Parts
 from hap.groups.groups import Groups
@@ -15,14 +14,12 @@ from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
 from hap.planning.plan import Plan
 from hap.planning.search import plan
-from hap.pruning.apply import apply_
-from hap.pruning.compensate import compensate_
 from hap.pruning.in_parts import check_parts, trace_whole_or_parts
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
+from hap.pruning.repair import apply_with_repair_, check_repair
 from hap.scoring import Criterion, score
 from hap.scoring.base import Loss
-from hap.surgery.rotate_heads import restored_on_failure, values_of
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
@@ -49,6 +46,7 @@ def prune_(
     stream: bool = False,
     per_cost: bool = False,
     compensate: bool = False,
+    repair: str | None = None,
     verify: bool = True,
 ) -> Plan:
     """Prune a trained `model`, which is in eval mode, in place. If anything fails, it is left as it was.
@@ -60,7 +58,10 @@ def prune_(
 
     Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
     the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
-    share of the removed units to replace by 1x1 convolutions. `compensate` repairs what reads removed units.
+    share of the removed units to replace by 1x1 convolutions. `repair` mends what is left, without training, on the
+    inputs of `batches`: "refit" solves every layer anew against the dense model (see `hap.refit_`), "norms" estimates
+    the statistics of batch normalisations again, "compensate" adjusts what reads removed units. `compensate=True` is
+    an older way to ask for the last.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
     a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
@@ -68,8 +69,8 @@ def prune_(
     check_given(model, example)
     budget = Budget(params, flops, channels, latency, activations)
     batches = list(batches) if batches is not None else None
-    if compensate and batches is None:
-        raise HapError("compensate=True needs batches, an iterable of (input, target)")
+    repair = repair or ("compensate" if compensate else None)
+    check_repair(repair, batches)
     with outside_inference(model):
         groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
         if (kind := as_implant(implant)) is not None and kind.needs_head_spaces:
@@ -80,12 +81,9 @@ def prune_(
         else:
             how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
             chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, **how).plan
-        with restored_on_failure(model, values_of(model) if compensate else {}):
-            if compensate:
-                compensate_(model, chosen, batches or ())
-            if view is not None and verify:
-                check_parts(model, view, chosen, example)
-            apply_(model, chosen, example, verify and view is None, batches)
+        if view is not None and verify:
+            check_parts(model, view, chosen, example)
+        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair)
     _warn_of_much(groups, view, chosen)
     return chosen
 

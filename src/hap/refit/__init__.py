@@ -4,9 +4,10 @@ Start reading at `refit.py`, the whole way on one page. `flow.py` reads off the 
 are, in which order, and what each is to match. `calibration.py` runs both models on the same inputs in step
 (`graph_run.py`) and gathers what a layer reads and is to return. `fit.py` fits one layer with the least squares of
 `solve.py`, on the matrices that `rows.py` and `parameters.py` make of its weights.
-Import from here `refit_` and `Refit`.
+`norms.py` estimates statistics of batch normalisations again. Import from here `refit_`, `Refit` and `estimate_norms_`.
 """
 
+from hap.refit.norms import estimate_norms_
 from hap.refit.refit import Refit, refit_
 
-__all__ = ["Refit", "refit_"]
+__all__ = ["Refit", "estimate_norms_", "refit_"]

@@ -1,7 +1,5 @@
 """One layer, fitted to what the dense model has at its place, and held against positions that the fit has not seen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

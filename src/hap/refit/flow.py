@@ -5,8 +5,6 @@ result is added to values that are known already is asked for the dense sum less
 are repaired instead of passed on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -116,7 +114,7 @@ def plan_work(pruned: Graph, dense: Graph, plan: Plan) -> Work:
 
 
 class _Matcher:
-    """Finds the counterparts of layers. `done` are the nodes that stand before, `absorbed` the norms of other layers."""
+    """Finds the counterparts of layers. `done` are the nodes that stand before, `absorbed` norms of other layers."""
 
     def __init__(self, pruned: Graph, dense: Graph, plan: Plan):
         self.pruned, self.dense = pruned, dense

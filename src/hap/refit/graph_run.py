@@ -1,7 +1,5 @@
 """The values that a captured graph computes on calibration inputs, one node after another."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, cast

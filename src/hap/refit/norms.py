@@ -1,7 +1,5 @@
 """The statistics of batch normalisations, estimated again on the inputs of a pruned model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

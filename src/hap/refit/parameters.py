@@ -1,7 +1,5 @@
 """The tensors of a layer, with the batch normalisation behind it, as one affine map: read, and written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

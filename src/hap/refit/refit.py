@@ -1,9 +1,8 @@
 """refit_: every layer of a pruned model solved anew, one after the other, against the dense one. No training."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from hap.refit.calibration import Calibration
 from hap.refit.fit import RIDGES, RefittedLayer, fit_layer
 from hap.refit.parameters import LayerParameters
 from hap.surgery.cut import cut_tensors
+from hap.surgery.rotate_heads import restore_, rotate_
 from hap.utils import distributed
 from hap.utils.module_tree import named_tensors
 
@@ -92,9 +92,9 @@ def refit_(
     >>> report.after < report.before
     True
     """
-    check_pair(pruned, dense, plan)
     show = sys.stderr.isatty() if progress is None else progress
-    with outside_inference(pruned), eval_mode(pruned), eval_mode(dense), torch.no_grad():
+    with outside_inference(pruned), eval_mode(pruned), eval_mode(dense), torch.no_grad(), _rotated(dense, plan):
+        check_pair(pruned, dense, plan)
         inputs = list(inputs_of(batches, next(pruned.parameters()).device))
         calibration = Calibration(pruned, dense, plan, inputs, most_rows)
         old = {name: tensor.detach().clone() for name, tensor in named_tensors(pruned).items()}
@@ -110,6 +110,16 @@ def refit_(
             for name, tensor in named_tensors(pruned).items():
                 tensor.data.copy_(old[name])
     return Refit(tuple(found), calibration.work.left, before, before if undone else after, undone)
+
+
+@contextmanager
+def _rotated(dense: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside, heads that the plan narrows are written in the basis of which it keeps a part."""
+    before = rotate_(dense, plan.turns)
+    try:
+        yield
+    finally:
+        restore_(dense, before)
 
 
 def _relative(outputs: list[Tensor], wanted: list[Tensor]) -> float:

@@ -4,8 +4,6 @@ Whatever the layer, its result at a position is `row @ weight.T + bias`: the row
 large map a part of the positions is drawn at random. Grouped layers are several maps side by side, on axis 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Least squares with a pull towards the weights that are there: sums over positions, and the map that follows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hap.errors import Argument, HapError
 from hap.implants import KINDS, Implant, implant_from_dict
 from hap.planning.budget import Budget, Limits
+from hap.pruning.repair import check_repair
 from hap.scoring import Criterion, HessianTrace, as_criterion
 from hap.training import recipes
 from hap.training.recipes import Recipe
@@ -44,13 +45,20 @@ class PruneStep:
     per_cost: bool = False
     compensate: bool = False
     activations: float | None = None
+    repair: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leave", tuple(self.leave))
         if self.coupling not in ("joint", "union"):
             seen = Argument("coupling", self.coupling, text="coupling")
             raise HapError(seen, f" is {self.coupling!r}; expected 'joint' or 'union'")
+        check_repair(self.repair_name, ())
         self.budget(), self.limits(), self.make_implant(), self.make_criterion()
+
+    @property
+    def repair_name(self) -> str | None:
+        """What mends the pruned network without training."""
+        return self.repair or ("compensate" if self.compensate else None)
 
     def budget(self) -> Budget:
         return Budget(self.params, self.flops, self.channels, activations=self.activations)

@@ -13,6 +13,7 @@ from hap.data import Batch, Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.plan import Plan
+from hap.pruning.repair import apply_with_repair_
 from hap.scoring import HessianTrace, Scores, ScoringContext
 from hap.training.evaluation import device_of
 from hap.utils import distributed
@@ -73,13 +74,10 @@ class Work:
         return plan
 
     def apply(self, plan: Plan) -> None:
-        """Apply a plan, in place, and repair what reads the removed units if the step says so."""
-        batches = self.batches()
-        if self.step.compensate:
-            self.say("repairing what reads the removed units by least squares")
-            hap.compensate_(self.model, plan, batches)
-        self.say("pruning, and checking the result by running it")
-        hap.apply_(self.model, plan, first_images(self.data, near=self.model), batches=batches)
+        """Apply a plan, in place, with the repair that the step asks for."""
+        images, repair = first_images(self.data, near=self.model), self.step.repair_name
+        self.say(f"pruning, and checking the result by running it{f'; then {repair}' if repair else ''}")
+        apply_with_repair_(self.model, plan, images, True, self.batches(), repair)
         distributed.broadcast_(self.model)
 
 

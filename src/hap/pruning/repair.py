@@ -1,0 +1,57 @@
+"""What is done, without training, about the error that pruning leaves: beside `apply_`, by name."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from hap.errors import Argument, HapError
+from hap.execution.fast_copy import copy_with
+from hap.planning.plan import Plan
+from hap.pruning.apply import apply_
+from hap.pruning.compensate import compensate_
+from hap.refit import estimate_norms_, refit_
+from hap.surgery.rotate_heads import restored_on_failure, values_of
+from hap.utils.module_tree import named_tensors
+
+REPAIRS = ("refit", "norms", "compensate")
+
+
+def check_repair(repair: str | None, batches: object) -> None:
+    """Refuse a repair that is not known, and one without the inputs that all of them need."""
+    if repair is None:
+        return
+    seen = Argument("repair", repair, text="repair")
+    if repair not in REPAIRS:
+        raise HapError(seen, f" is {repair!r}; expected one of {', '.join(map(repr, REPAIRS))}, or None")
+    if batches is None:
+        raise HapError(Argument("repair", repair), " needs batches, an iterable of (input, target)")
+
+
+def apply_with_repair_(
+    model: nn.Module, plan: Plan, example: Any, verify: bool, batches: Iterable[Any] | None, repair: str | None
+) -> nn.Module:
+    """Carry out a plan in place, and repair what is left on the inputs of `batches`. All or nothing.
+
+    Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "norms" estimates the
+    statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`).
+    Returns: the model.
+    """
+    check_repair(repair, batches)
+    if repair is None:
+        return apply_(model, plan, example, verify, batches)
+    batches = list(batches or ())
+    if repair == "compensate":
+        with restored_on_failure(model, values_of(model)):
+            return apply_(compensate_(model, plan, batches), plan, example, verify, batches)
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    repaired = apply_(copy_with(model, own), plan, verify=False, batches=batches)
+    if repair == "refit":
+        refit_(repaired, model, batches, plan)
+    else:
+        estimate_norms_(repaired, batches)
+    values = {name: tensor.detach() for name, tensor in named_tensors(repaired).items()}
+    apply_(model, plan, example, verify, batches)
+    for name, tensor in named_tensors(model).items():
+        tensor.data.copy_(values[name])
+    return model
