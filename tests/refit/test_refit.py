@@ -90,10 +90,15 @@ def test_rows_times_matrices_are_what_the_layer_computes(kind: str) -> None:
     assert torch.equal(made.weight(matrices, layer.weight), layer.weight)
 
 
+def solved(x: Tensor, targets: Tensor, old: Affine, ridge: float) -> Affine:
+    moments = Moments(x, centred=True)
+    return RidgeSolver(moments, old, ridge).solve(moments.with_targets(targets))
+
+
 def test_the_solution_is_that_of_least_squares() -> None:
     x, target = torch.randn(2, 50, 4).double(), torch.randn(2, 50, 3).double()
     old = Affine(torch.randn(2, 3, 4).double(), torch.zeros(2, 3).double())
-    found = RidgeSolver(Moments(x, centred=True), old, 1e-12).solve(target)
+    found = solved(x, target, old, 1e-12)
     for group in range(2):
         columns = torch.cat([x[group], torch.ones(50, 1).double()], 1)
         exact = torch.linalg.lstsq(columns, target[group]).solution
@@ -104,7 +109,7 @@ def test_the_solution_is_that_of_least_squares() -> None:
 def test_weights_of_inputs_that_never_vary_stay() -> None:
     x = torch.cat([torch.randn(1, 30, 2), torch.full((1, 30, 1), 3.0)], 2)
     old = Affine(torch.randn(1, 2, 3).double(), torch.zeros(1, 2).double())
-    found = RidgeSolver(Moments(x, centred=True), old, 1e-3).solve(torch.randn(1, 30, 2))
+    found = solved(x, torch.randn(1, 30, 2), old, 1e-3)
     assert torch.allclose(found.weight[0, :, 2], old.weight[0, :, 2], atol=1e-6)
     assert bool(found.weight.isfinite().all())
 
@@ -117,7 +122,7 @@ def test_what_determines_nothing_leaves_finite_weights(values: str) -> None:
         "repeated inputs": torch.randn(1, 9, 1).expand(1, 9, 3),
     }[values]
     old = Affine(torch.randn(1, 2, 3).double(), torch.zeros(1, 2).double())
-    found = RidgeSolver(Moments(x, centred=True), old, 1e-4).solve(torch.randn(1, x.shape[1], 2))
+    found = solved(x, torch.randn(1, x.shape[1], 2), old, 1e-4)
     assert bool(found.weight.isfinite().all()) and bool(found.bias.isfinite().all())
 
 

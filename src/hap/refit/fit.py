@@ -39,22 +39,24 @@ def fit_layer(
     smaller of zero and the prediction elsewhere, `rectified` times one after the other.
     """
     name, old = parameters.layer.name, parameters.read()
-    _check_finite(name, fitted)
     relu = parameters.layer.rectified
     energy = _sum((held.target + held.added).relu() if relu else held.target)
     (before,) = _errors([old], held, relu)
+    _check_finite(name, torch.tensor([energy, before]))
     if before <= EXACT * energy:
         return RefittedLayer(name, before / energy if energy else 0.0, before / energy if energy else 0.0, None)
     moments = Moments(fitted.x, parameters.centred)
+    targets = moments.with_targets(fitted.target)
+    _check_finite(name, moments.second, targets.product)
     solvers = [RidgeSolver(moments, old, ridge) for ridge in ridges]
-    found = [solver.solve(fitted.target) for solver in solvers]
+    found = [solver.solve(targets) for solver in solvers]
     errors = _errors(found, held, relu)
     best = min(range(len(found)), key=errors.__getitem__)
     new, after = found[best], errors[best]
     for _ in range(rectified if relu else 0):
         positive = fitted.target + fitted.added > 0
-        targets = torch.where(positive, fitted.target, torch.minimum(new(fitted.x), -fitted.added))
-        again = solvers[best].solve(targets)
+        wanted = torch.where(positive, fitted.target, torch.minimum(new(fitted.x), -fitted.added))
+        again = solvers[best].solve(moments.with_targets(wanted))
         (error,) = _errors([again], held, relu)
         if error < after:
             new, after = again, error
@@ -71,14 +73,12 @@ def _errors(maps: Sequence[Affine], rows: Rows, relu: bool) -> list[float]:
 
 
 def _sum(differences: Tensor) -> float:
-    total = differences.square().sum(dtype=torch.float64)
+    total = differences.square().sum().double()
     distributed.sum_([total])
     return float(total)
 
 
-def _check_finite(name: str, rows: Rows) -> None:
-    for what, values in (("what it reads", rows.x), ("what the dense model has there", rows.target)):
-        if not bool(values.isfinite().all()):
-            raise HapError(
-                f"{name} cannot be refitted: {what} is not finite; look for NaN or infinity in the batches and weights"
-            )
+def _check_finite(name: str, *values: Tensor) -> None:
+    if not all(bool(v.isfinite().all()) for v in values):
+        what = "what it reads, or what the dense model has at its place,"
+        raise HapError(f"{name} cannot be refitted: {what} is not finite; look for NaN in batches and weights")

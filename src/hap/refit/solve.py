@@ -22,6 +22,14 @@ class Affine:
         return torch.baddbmm(self.bias[:, None].to(x), x, self.weight.mT.to(x))
 
 
+@dataclass(frozen=True)
+class Targets:
+    """The mean of what a map is to return, and the centred sum over positions of x targets^T."""
+
+    mean: Tensor
+    product: Tensor
+
+
 class Moments:
     """Means and second moments of what a map reads, x, over positions and processes, in float64.
 
@@ -40,16 +48,16 @@ class Moments:
         distributed.sum_([self.second])
 
     def _mean(self, values: Tensor) -> Tensor:
-        total = values.sum(1, dtype=torch.float64)
+        total = values.sum(1).double()
         distributed.sum_([total])
         return total / self.count
 
-    def with_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean of the targets, and the centred sum over positions of x targets^T."""
+    def with_targets(self, targets: Tensor) -> Targets:
+        """What least squares needs to know of the targets."""
         mean = self._mean(targets) if self.centred else torch.zeros_like(targets[:, 0], dtype=torch.float64)
         product = (self.shifted.mT @ (targets - mean[:, None].to(targets))).double()
         distributed.sum_([product])
-        return mean, product
+        return Targets(mean, product)
 
     def of_results(self, made: Affine) -> tuple[Tensor, Tensor]:
         """Mean and variance of what a map returns, for each of its outputs."""
@@ -72,8 +80,9 @@ class RidgeSolver:
         self.pull = (ridge * scale)[:, None, None]
         self.factor = torch.linalg.cholesky(second + self.pull * torch.eye(second.shape[1]).to(second))
 
-    def solve(self, targets: Tensor) -> Affine:
-        mean, product = self.moments.with_targets(targets)
-        weight = torch.cholesky_solve(product + self.pull * self.old.weight.mT, self.factor).mT
-        bias = mean - (weight @ self.moments.mean[:, :, None])[:, :, 0] if self.moments.centred else self.old.bias
-        return Affine(weight, bias)
+    def solve(self, targets: Targets) -> Affine:
+        right = targets.product + self.pull * self.old.weight.mT
+        weight = torch.cholesky_solve(right, self.factor).mT
+        if not self.moments.centred:
+            return Affine(weight, self.old.bias)
+        return Affine(weight, targets.mean - (weight @ self.moments.mean[:, :, None])[:, :, 0])
