@@ -1,0 +1,146 @@
+"""ResNet56 pruned and not trained: test accuracy by criterion, budget, coupling and repair.
+
+`python -m hap_reproduction.post_training.cifar10 --data data/cifar10 --others FILE` runs what has no record yet, in
+the folder `results/post-training`; with `--choose` the accuracy is that of 5,000 training images that no step of the
+pruning sees, which is what settings are chosen by.
+"""
+
+import copy
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import nn
+
+import hap
+from hap.data import Batch, Data, Split
+from hap.refit import estimate_norms_
+from hap.utils.atomic_files import write_json
+from hap.workflow.provenance import provenance
+from hap_reproduction.post_training.networks import Dense, dense_networks
+
+BUDGETS = (0.5, 0.387, 0.29)
+HELD = 5000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a network is pruned and repaired."""
+
+    flops: float
+    criterion: str = "magnitude"
+    per_cost: bool = True
+    coupling: str = "union"
+    repair: str = "refit"
+    images: int = 2048
+    rectified: int = 2
+
+    @property
+    def slug(self) -> str:
+        cost = "-per-cost" if self.per_cost else ""
+        more = "" if self.rectified == 2 else f"-rectified-{self.rectified}"
+        return f"{self.criterion}{cost}-{self.coupling}-{self.repair}{more}-{self.images}-{100 * self.flops:.1f}"
+
+
+def held_out(data: Data) -> Data:
+    """The data with 5,000 training images, taken out of the training split, in place of the test images."""
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(9))
+    parts = [Split(data.train.images[i], data.train.labels[i]) for i in (order[HELD:], order[:HELD])]
+    return Data(parts[0], parts[1], data.classes, data.mean, data.std, data.name, data.pad, data.flip)
+
+
+def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
+    """Prune one network, repair it, and count right answers."""
+    model, data = dense.load(data)
+    batches = data.calibration(setting.images)
+    before, original = hap.evaluate(model, data), copy.deepcopy(model)
+    seconds = {}
+    begun = time.perf_counter()
+    how: dict[str, Any] = {"criterion": setting.criterion, "per_cost": setting.per_cost, "coupling": setting.coupling}
+    plan = hap.prune_(model, batches[0][0][:2], _scored(batches), F.cross_entropy, flops=setting.flops, **how)
+    seconds["prune"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+    repaired = _repair_(model, original, batches, plan, setting)
+    seconds["repair"] = time.perf_counter() - begun
+    after = hap.evaluate(model, data)
+    return {
+        "kind": "hap-post-training",
+        "format": 1,
+        "network": dense.name,
+        "setting": asdict(setting),
+        "dense": before.accuracy,
+        "accuracy": after.accuracy,
+        "drop": before.accuracy - after.accuracy,
+        "flops_left": plan.after.macs / plan.before.macs,
+        "params_left": plan.after.params / plan.before.params,
+        "examples": after.count,
+        "seconds": seconds,
+        **repaired,
+        **provenance(),
+    }
+
+
+def _scored(batches: list[Batch]) -> list[Batch]:
+    """As many of the images as scores of the paper are taken on."""
+    return list(itertools.islice(batches, 4))
+
+
+def _repair_(
+    model: nn.Module, dense: nn.Module, batches: list[Batch], plan: hap.Plan, setting: Setting
+) -> dict[str, Any]:
+    if setting.repair == "refit":
+        report = hap.refit_(model, dense, batches, plan, rectified=setting.rectified, progress=False)
+        return {"output_error": {"before": report.before, "after": report.after}}
+    if setting.repair == "norms":
+        estimate_norms_(model, batches)
+    elif setting.repair == "compensate":
+        compensated = hap.compensate_(copy.deepcopy(dense), plan, batches)
+        model.load_state_dict(hap.apply_(compensated, plan, batches[0][0][:2]).state_dict())
+        estimate_norms_(model, batches)
+    return {}
+
+
+def settings(choose: bool) -> Iterator[Setting]:
+    """What is measured, the most telling first."""
+    for flops in BUDGETS:
+        yield Setting(flops)
+    if choose:
+        criteria = ("hessian", "gate-curvature", "bn-scale", "taylor", "random")
+        for criterion, flops, per_cost in itertools.product(criteria, BUDGETS, (True, False)):
+            yield Setting(flops, criterion, per_cost)
+        return
+    for repair, flops in itertools.product(("none", "norms", "compensate"), BUDGETS):
+        yield Setting(flops, repair=repair)
+    for flops in BUDGETS:
+        yield Setting(flops, rectified=0)
+        yield Setting(flops, coupling="joint")
+
+
+def main(
+    data: Annotated[str, typer.Option(help="The folder of CIFAR-10.")] = "data/cifar10",
+    others: Annotated[Path | None, typer.Option(help="The ResNet56 that others trained, safetensors.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder of records.")] = Path("results/post-training"),
+    choose: Annotated[bool, typer.Option(help="Measure on training images held out, to choose by.")] = False,
+    only: Annotated[str, typer.Option(help="Networks whose name has this in it.")] = "",
+    match: Annotated[str, typer.Option(help="Settings whose name has this in it.")] = "",
+) -> None:
+    """Prune, repair and evaluate whatever has no record yet."""
+    found = hap.data.load("cifar10", data)
+    found = held_out(found) if choose else found
+    folder = out / "choosing" if choose else out
+    for setting, dense in itertools.product(settings(choose), dense_networks(Path.cwd(), others)):
+        path = folder / f"resnet56-{dense.name}-{setting.slug}.json"
+        if only in dense.name and match in setting.slug and not path.exists():
+            record = measure(dense, found, setting)
+            write_json(path, record)
+            print(f"{path.stem}: {100 * record['dense']:.2f} -> {100 * record['accuracy']:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
