@@ -9,10 +9,11 @@ from torch import nn
 
 import hap
 from cases import CASES
-from checks import COUPLINGS, check_pruned, check_tight, random_plan, random_scores, reachable, traced
+from checks import COUPLINGS, TRACES, check_pruned, check_tight, random_plan, random_scores, reachable, traced
 
 every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
+every_trace = pytest.mark.parametrize(("name", "coupling"), TRACES)
 WIDE = hap.Limits(per_layer=1.0)
 
 
@@ -30,8 +31,7 @@ def counts(plan: hap.Plan) -> dict[str, int]:
 # ---- values -------------------------------------------------------------------------------------------------
 
 
-@both
-@every_case
+@every_trace
 def test_json_round_trip(name: str, coupling: str) -> None:
     groups = traced(name, coupling)
     for implant in (None, hap.Pointwise(init="center"), hap.SpatialLowRank(rank=3), hap.LowRank(seed=4)):

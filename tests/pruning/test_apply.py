@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from checks import (
-    COUPLINGS,
+    TRACES,
     check_pruned,
     check_tight,
     gap,
@@ -41,12 +41,10 @@ SPANNED = (
     "weight_normalised",
     "spatial_attention",
 )
-every_case = pytest.mark.parametrize("name", CASES)
-both = pytest.mark.parametrize("coupling", COUPLINGS)
+every_trace = pytest.mark.parametrize(("name", "coupling"), TRACES)
 
 
-@both
-@every_case
+@every_trace
 def test_random_plans(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -56,8 +54,7 @@ def test_random_plans(name: str, coupling: str) -> None:
         check_pruned(model, groups, plan, example)
 
 
-@both
-@every_case
+@every_trace
 def test_ends_and_halves_of_each_group(name: str, coupling: str) -> None:
     """One group at a time: its first unit, its last, each half, every other one."""
     model, example = CASES[name]()
@@ -76,8 +73,7 @@ def empties(groups: Groups, name: str, units: set[int]) -> bool:
     return counted or any(set(p.unit[p.unit >= 0].tolist()) <= units for p in groups[name].producers)
 
 
-@both
-@every_case
+@every_trace
 @pytest.mark.parametrize("kind", ["params", "flops", "channels"])
 def test_budgets(name: str, coupling: str, kind: str) -> None:
     model, example = CASES[name]()
@@ -96,8 +92,7 @@ def test_budgets(name: str, coupling: str, kind: str) -> None:
     assert fractions or max(map(len, groups.values())) < 8
 
 
-@both
-@every_case
+@every_trace
 def test_float32(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -105,8 +100,7 @@ def test_float32(name: str, coupling: str) -> None:
     check_pruned(model.float(), groups, random_plan(groups, 0), single, 1e-5)
 
 
-@both
-@every_case
+@every_trace
 def test_empty_plan_changes_nothing(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     plan = hap.draft(traced(name, coupling), {})
@@ -120,8 +114,7 @@ def test_empty_plan_changes_nothing(name: str, coupling: str) -> None:
     assert same(run(model, example), wanted)
 
 
-@both
-@every_case
+@every_trace
 def test_pruned_model_trains_and_copies(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     plan = random_plan(traced(name, coupling), 1)
@@ -152,8 +145,7 @@ def call(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-@both
-@every_case
+@every_trace
 def test_prune_twice(name: str, coupling: str) -> None:
     """Trace the pruned model as if it were new, and prune that; a widened stream is only ever frozen."""
     model, example = CASES[name]()
