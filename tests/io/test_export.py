@@ -30,10 +30,10 @@ def onnx_outputs(path: Path, example: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("coupling", ["joint", "union"])
-def test_resnet56_end_to_end(coupling: str, tmp_path: Path) -> None:
+def test_resnet_end_to_end(coupling: str, tmp_path: Path) -> None:
     """Budget met, verified, trains a step, saves, reloads, exports to both formats with equal outputs."""
     torch.manual_seed(0)
-    model = hap.models.build("resnet56").eval()
+    model = hap.models.build("resnet20").eval()
     dense = copy.deepcopy(model)
     example = torch.randn(2, 3, 32, 32)
     plan = hap.prune_(

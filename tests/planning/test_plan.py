@@ -1,6 +1,7 @@
 """plan: budgets, limits, what is given back, and plans as values."""
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 import hap
 from cases import CASES
 from checks import COUPLINGS, TRACES, check_pruned, check_tight, random_plan, random_scores, reachable, traced
+from hap.groups.groups import Groups
 
 every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
@@ -102,10 +104,15 @@ def test_ties_and_repeats_give_the_same_plan() -> None:
     assert first.to_json() == hap.plan(traced("bottleneck", "union"), scores, budget, implant=0.3).to_json()
 
 
+@cache
+def _hundred() -> Groups:
+    return hap.trace(*chain(100))
+
+
 @pytest.mark.parametrize("fraction", [k / 100 for k in range(7, 101)])
 def test_channel_budgets_are_exact(fraction: float) -> None:
     """As many of 100 units stay as the fraction says, whatever floating point makes of the product."""
-    groups = hap.trace(*chain(100))
+    groups = _hundred()
     plan = hap.plan(groups, random_scores(groups), hap.Budget(channels=fraction))
     assert plan.after.channels == round(100 * fraction)
 

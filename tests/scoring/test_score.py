@@ -337,9 +337,9 @@ def test_deflation_leaves_less_to_the_probes() -> None:
     wanted = truth(model, groups, batches, loss)
     size = sum(p.numel() for p in model.parameters())
     errors = []
-    for deflate in (0, 4, 16, size):
+    for deflate, seeds in ((0, 8), (4, 8), (16, 8), (size, 1)):
         squares = []
-        for seed in range(8):  # the errors are estimates too: those of one seed may lie in any order
+        for seed in range(seeds):  # the errors are estimates too: those of one seed may lie in any order
             criterion = hap.HessianTrace(method="hutchinson", probes=50, deflate=deflate, seed=seed)
             scores = hap.score(model, groups, batches, loss, criterion)
             squares.append(torch.cat(list(scores.errors.values())).square().mean())
@@ -636,7 +636,8 @@ def test_exact_is_refused_where_the_first_axis_is_not_the_samples() -> None:
 
 
 def test_a_compiled_model_scores_like_the_plain_one() -> None:
-    model, groups, batches, loss = problem("residual")
+    model, groups, batches, loss = problem("plain")
+    batches = batches[:1]
     plain = hap.score(model, groups, batches, loss)
     compiled = copy.deepcopy(model)
     compiled.compile(backend="eager")

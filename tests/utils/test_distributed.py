@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,8 @@ def refusals(rank: int, sharded: nn.Module) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(path),), nprocs=2)
+    forkserver.set_forkserver_preload(["hap", "torch.distributed.fsdp"])  # imported once for both processes
+    mp.start_processes(work, (str(path),), nprocs=2, start_method="forkserver")
     return path
 
 
