@@ -35,7 +35,16 @@ grouped_branch_on_sum two_grouped_branches_on_sum one_producer_two_sums depthwis
 residual_with_branches scaled_residual same_tensor_concatenated inverted_residual channel_shuffle squeeze_excite
 shared_module_on_sums tied_parameters tied_on_two_sums spatial_parameters unet_upsampled convnext_block two_inputs
 """.split()
-TRACES = [*((name, "joint") for name in CASES), *((name, "union") for name in UNLIKE_IN_UNION)]
+
+
+def traces(names: Iterable[str]) -> list[tuple[str, str]]:
+    """These cases in joint coupling, and in union coupling those that differ there."""
+    return [
+        (name, coupling) for coupling in COUPLINGS for name in names if coupling == "joint" or name in UNLIKE_IN_UNION
+    ]
+
+
+TRACES = traces(CASES)
 
 
 @cache

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import hap
 from cases import CASES
-from checks import assert_unchanged, check_cost, gap, random_plan, run, snapshot, traced
+from checks import assert_unchanged, check_cost, gap, random_plan, run, snapshot, traced, traces
 from hap.io import export
 from huggingface import library, small
 
@@ -76,8 +76,7 @@ def batchnorms(program: torch.export.ExportedProgram) -> int:
     return sum(node.target is torch.ops.aten.batch_norm.default for node in program.graph.nodes)
 
 
-@pytest.mark.parametrize("coupling", ["joint", "union"])
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize(("name", "coupling"), traces(FOLDED))
 def test_batchnorms_are_folded(name: str, coupling: str, tmp_path: Path) -> None:
     """In float64 to rounding, with implants beside convolutions and scatters behind branches."""
     model, example = CASES[name]()

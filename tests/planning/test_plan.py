@@ -10,7 +10,7 @@ from torch import nn
 
 import hap
 from cases import CASES
-from checks import COUPLINGS, TRACES, check_pruned, check_tight, random_plan, random_scores, reachable, traced
+from checks import COUPLINGS, TRACES, check_pruned, check_tight, random_plan, random_scores, reachable, traced, traces
 from hap.groups.groups import Groups
 
 every_case = pytest.mark.parametrize("name", CASES)
@@ -125,10 +125,11 @@ def test_everything_left_removes_nothing(kind: str) -> None:
     assert not any(plan.removed.values()) and not any(plan.implanted.values())
 
 
-@pytest.mark.parametrize("name", ["residual", "inception", "bottleneck", "residual_with_branches", "grouped_few"])
+@pytest.mark.parametrize(
+    ("name", "coupling"), traces(["residual", "inception", "bottleneck", "residual_with_branches", "grouped_few"])
+)
 @pytest.mark.parametrize("kind", ["params", "flops", "channels", "activations"])
 @pytest.mark.parametrize("per_cost", [False, True])
-@both
 def test_tight_at_many_fractions(name: str, kind: str, per_cost: bool, coupling: str) -> None:
     groups = traced(name, coupling)
     fractions = reachable(groups, kind, [0.97, 0.83, 0.71, 0.55, 0.42, 0.33, 0.26])
@@ -249,8 +250,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("implant", KINDS, ids=lambda i: f"{type(i).__name__}-{i.ratio}")
-@pytest.mark.parametrize("name", ["residual", "inception", "bias_without_norm"])
-@both
+@pytest.mark.parametrize(("name", "coupling"), traces(["residual", "inception", "bias_without_norm"]))
 def test_budgets_count_implants(name: str, implant: hap.Implant, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -319,8 +319,7 @@ def test_drafts_that_make_no_sense_are_refused(removed: dict, implanted: dict, i
 
 
 @pytest.mark.parametrize("per_cost", [False, True])
-@pytest.mark.parametrize("name", ["residual", "inception"])
-@both
+@pytest.mark.parametrize(("name", "coupling"), traces(["residual", "inception"]))
 def test_several_limits_all_hold_and_are_used_up(name: str, per_cost: bool, coupling: str) -> None:
     groups = traced(name, coupling)
     for seed, (flops, params) in enumerate([(0.6, 0.6), (0.5, 0.8), (0.9, 0.5)]):

@@ -48,7 +48,7 @@ every_trace = pytest.mark.parametrize(("name", "coupling"), TRACES)
 def test_random_plans(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
-    for seed, share in enumerate((0.2, 0.4, 0.6, 0.8)):
+    for seed, share in enumerate((0.3, 0.7)):
         plan = random_plan(groups, seed, share)
         assert plan.exact or name in SPANNED
         check_pruned(model, groups, plan, example)
@@ -56,12 +56,12 @@ def test_random_plans(name: str, coupling: str) -> None:
 
 @every_trace
 def test_ends_and_halves_of_each_group(name: str, coupling: str) -> None:
-    """One group at a time: its first unit, its last, each half, every other one."""
+    """One group at a time: its first unit, its last, the first half, every other one."""
     model, example = CASES[name]()
     groups = traced(name, coupling)
     for group in (n for n in groups if len(groups[n]) > 1):
         size = len(groups[group])
-        for units in (range(1), range(size - 1, size), range(size // 2), range(size // 2, size), range(0, size, 2)):
+        for units in (range(1), range(size - 1, size), range(size // 2), range(0, size, 2)):
             if not empties(groups, group, set(units)):
                 check_pruned(model, groups, hap.draft(groups, {group: units}), example)
 
