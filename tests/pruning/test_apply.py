@@ -14,6 +14,7 @@ import hap
 from cases import CASES
 from checks import (
     TRACES,
+    UNLIKE_IN_UNION,
     check_pruned,
     check_tight,
     gap,
@@ -25,6 +26,7 @@ from checks import (
     same,
     snapshot,
     traced,
+    traces,
 )
 from hap.groups.groups import Groups
 from hap.planning.steps import Cut
@@ -73,8 +75,11 @@ def empties(groups: Groups, name: str, units: set[int]) -> bool:
     return counted or any(set(p.unit[p.unit >= 0].tolist()) <= units for p in groups[name].producers)
 
 
-@every_trace
-@pytest.mark.parametrize("kind", ["params", "flops", "channels"])
+@pytest.mark.parametrize(
+    ("name", "coupling", "kind"),
+    [(*trace, "flops") for trace in TRACES]
+    + [(*trace, kind) for trace in traces(UNLIKE_IN_UNION) for kind in ("params", "channels")],
+)
 def test_budgets(name: str, coupling: str, kind: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -83,7 +88,7 @@ def test_budgets(name: str, coupling: str, kind: str) -> None:
             hap.plan(groups, {}, hap.Budget(**{kind: 0.5}))
         return
     scores = random_scores(groups)
-    fractions = reachable(groups, kind, [0.85, 0.5])[0 if kind == "flops" else -1 :]
+    fractions = reachable(groups, kind, [0.85, 0.5])
     for fraction in fractions:
         budget = hap.Budget(**{kind: fraction})
         plan = hap.plan(groups, scores, budget, limits=hap.Limits(per_layer=1.0))

@@ -642,7 +642,7 @@ def test_exact_is_refused_where_the_first_axis_is_not_the_samples() -> None:
 
 
 def test_a_compiled_model_scores_like_the_plain_one() -> None:
-    model, groups, batches, loss = problem("plain")
+    model, groups, batches, loss = problem("residual")
     batches = batches[:1]
     plain = hap.score(model, groups, batches, loss)
     compiled = copy.deepcopy(model)

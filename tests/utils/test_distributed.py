@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import hap
@@ -55,6 +54,8 @@ def plan_of(scores: dict[str, torch.Tensor]) -> str:
 
 def sharded_scores(share: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], nn.Module]:
     """Scores of a model whose parameters lie in shards over the processes, block by block."""
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
     model, example = CASES["residual"]()
     groups, mesh = hap.trace(model, example), init_device_mesh("cpu", (2,))
     for block in (*model.children(), model):
