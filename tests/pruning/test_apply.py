@@ -75,11 +75,8 @@ def empties(groups: Groups, name: str, units: set[int]) -> bool:
     return counted or any(set(p.unit[p.unit >= 0].tolist()) <= units for p in groups[name].producers)
 
 
-@pytest.mark.parametrize(
-    ("name", "coupling", "kind"),
-    [(*trace, "flops") for trace in TRACES]
-    + [(*trace, kind) for trace in traces(UNLIKE_IN_UNION) for kind in ("params", "channels")],
-)
+@pytest.mark.parametrize("kind", ["flops", "params", "channels"])
+@every_trace
 def test_budgets(name: str, coupling: str, kind: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -93,7 +90,8 @@ def test_budgets(name: str, coupling: str, kind: str) -> None:
         budget = hap.Budget(**{kind: fraction})
         plan = hap.plan(groups, scores, budget, limits=hap.Limits(per_layer=1.0))
         check_tight(groups, plan, budget)
-        check_pruned(model, groups, plan, example)
+        if kind == "flops":  # what is removed for the others is checked in other tests
+            check_pruned(model, groups, plan, example)
     assert fractions or max(map(len, groups.values())) < 8
 
 
