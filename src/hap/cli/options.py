@@ -13,9 +13,9 @@ from hap.errors import HapError
 from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
 from hap.scoring import CRITERIA
-from hap.training.evaluation import device_of
+from hap.training.evaluation import check_reads, device_of
 from hap.utils.atomic_files import check_writable
-from hap.workflow.networks import check_reads, data_of_checkpoint, load_data, open_checkpoint, pick_device
+from hap.workflow.networks import data_of_checkpoint, load_data, open_checkpoint, pick_device
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
 Model = Annotated[

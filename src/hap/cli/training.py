@@ -16,10 +16,11 @@ from hap.data import Data
 from hap.errors import HapError
 from hap.planning.plan import Plan
 from hap.training import recipes
+from hap.training.evaluation import check_reads
 from hap.training.recipes import Recipe
 from hap.utils import distributed
 from hap.workflow.config import DISTILL, taught
-from hap.workflow.networks import check_reads, describe_network, load_data, metrics_of, new_network, pick_device
+from hap.workflow.networks import describe_network, load_data, metrics_of, new_network, pick_device
 
 RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]

@@ -16,9 +16,8 @@ from torch import nn
 
 from hap.data import Data
 from hap.errors import HapError
-from hap.execution.calling import eval_mode
 from hap.training.checkpoint import Checkpoint
-from hap.training.evaluation import device_of
+from hap.training.evaluation import check_reads, device_of
 from hap.training.graph import Captured, Step
 from hap.training.recipes import Recipe
 from hap.training.run import History, Run, epoch_seed
@@ -152,18 +151,12 @@ def frozen_copy(teacher: nn.Module, device: torch.device) -> nn.Module:
 
 
 def check_networks(model: nn.Module, data: Data, recipe: Recipe, teacher: nn.Module | None) -> None:
-    """Refuse networks that do not fit the data: a label beyond the outputs would end as an obscure failure."""
+    """Refuse networks that do not fit the data, and a recipe that asks for a teacher where there is none."""
     if recipe.distill and teacher is None:
         raise HapError(f"the recipe has distill={recipe.distill} but no teacher is given: give one or set 0")
-    for network in (model, teacher) if teacher is not None else (model,):
-        images = next(data.batches("train", 1))[0].to(device_of(network))
-        with eval_mode(network), torch.no_grad():
-            shape = tuple(network(images).shape)
-        if shape != (1, data.classes):
-            raise HapError(
-                f"the model turns one image of {data.name} into {shape}: expected (1, {data.classes}), "
-                "one logit for each class"
-            )
+    check_reads(model, data)
+    if teacher is not None:
+        check_reads(teacher, data, "the teacher")
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------

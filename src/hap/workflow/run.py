@@ -20,12 +20,12 @@ from hap.planning.plan import Plan
 from hap.pruning.latency import with_threads
 from hap.scoring import Scores
 from hap.training import History
+from hap.training.evaluation import check_reads
 from hap.training.recipes import Recipe
 from hap.utils.atomic_files import digest as file_digest
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import Experiment, PruneStep
 from hap.workflow.networks import (
-    check_reads,
     describe_network,
     load_data,
     measure_networks,
