@@ -2,8 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from hap.errors import HapError
@@ -62,16 +61,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@contextmanager
-def styled() -> Iterator[None]:
-    with mpl.rc_context(SETTINGS):  # type: ignore[arg-type]
-        yield
+styled = partial(mpl.rc_context, SETTINGS)  # type: ignore[arg-type]
+"""Inside of it charts are drawn as the settings say."""
 
 
-def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure outside of pyplot, so that no window system and no global state is touched."""
+def new_figure(width: float, height: float, panels: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure outside of pyplot, so that no window system and no global state is touched, and its panels in a row."""
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.06))
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, figure.subplots(1, panels, squeeze=False, **options)[0]
 
 
 def to_svg(figure: Figure, name: str) -> str:
