@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from hap.cli.options import Device, Seed, allow_local_modules, check_out
-from hap.cli.screen import Screen, out, resumable, table, tell_written, working
+from hap.cli.screen import out, resumable, table, tell_skipped, tell_step, tell_written, working
 from hap.report import write_report
 from hap.report.summary import Row, summarise
 from hap.workflow.config import DenseStep, Experiment, FinetuneStep, PruneStep, read_config
 from hap.workflow.networks import pick_device
 from hap.workflow.results import Result
-from hap.workflow.run import remove_results
+from hap.workflow.run import Console, remove_results
 from hap.workflow.run import run as run_experiment
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
@@ -100,7 +100,7 @@ def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
     if fresh:
         remove_results(experiment)
     with resumable(AGAIN):
-        results = run_experiment(experiment, where, Screen())
+        results = run_experiment(experiment, where, Console(tell_step, tell_skipped, working))
         with working("drawing the report"):
             write_report(folder, folder / "report.html", folder / "summary.png")
     _show(results)

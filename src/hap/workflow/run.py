@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,23 +33,21 @@ from hap.workflow.networks import (
     new_network,
     open_checkpoint,
 )
-from hap.workflow.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
-from hap.workflow.steps import Work, note_if_fewer_images, probe_record, sensitivity_record
+from hap.workflow.provenance import provenance
+from hap.workflow.results import INDEX, KIND, Measured, Result, read_json
+from hap.workflow.steps import Say, Work, note_if_fewer_images, probe_record, sensitivity_record
 
 PROBE_IMAGES = 64
 
 
-class Console(Protocol):
-    """What shows an experiment while it runs."""
+@dataclass(frozen=True)
+class Console:
+    """How an experiment is shown: a step that begins, one that was finished before, and work without a bar of its own,
+    inside which a function says what is being done."""
 
-    def step(self, text: str) -> None:
-        """A step begins."""
-
-    def skipped(self, text: str) -> None:
-        """A step was finished before."""
-
-    def status(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Work without a bar of its own; the function inside says what it is doing."""
+    step: Say
+    skipped: Say
+    status: Callable[[str], AbstractContextManager[Say]]
 
 
 def run(experiment: Experiment, device: torch.device, console: Console) -> list[Result]:
@@ -220,7 +219,7 @@ class _Runner:
         metrics = {"accuracy": side.accuracy, "params": side.params, "macs": side.macs}
         about = self._about(config)
         hap.save(self._checkpoint(stem), model, plan, recipe=recipe, metrics=metrics, about=about)
-        write_result(self._record(stem), result)
+        write_json(self._record(stem), result.to_dict())
         self._training_file(stem, config).unlink(missing_ok=True)
 
     def _train(
@@ -244,6 +243,7 @@ class _Runner:
         step: PruneStep | None = None,
         one_shot: float | None = None,
     ) -> Result:
+        made = provenance()
         return Result(
             name=step.name if step else "Dense",
             seed=config.get("seed", config["dense_seed"]),
@@ -256,7 +256,7 @@ class _Runner:
             test_images=len(self.data.test),
             curve=history.to_dict(),
             seconds=sum(history.seconds),
-            **origin(self.device),
+            **{**made, "hardware": {"device": self.device.type, **made["hardware"]}},
         )
 
 
