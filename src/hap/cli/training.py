@@ -55,7 +55,8 @@ def train(
       hap train --model mynet:build --data photos/ --recipe best-pretrain \\
           --epochs 90 --out runs/mynet.safetensors
     """
-    chosen = _chosen(recipe, "digits" if data == "digits" else "best-pretrain", seed, epochs, lr, batch)
+    usual = "digits" if data == "digits" else "best-pretrain"
+    chosen = _chosen(recipe or usual, seed=seed, epochs=epochs, lr=lr, batch=batch)
     where = pick_device(device)
     if ":" in model:
         allow_local_modules()
@@ -104,7 +105,8 @@ def finetune(
           --out runs/final.safetensors
     """
     network, saved, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
-    chosen = _chosen(recipe, "digits-finetune" if found.name == "digits" else "best-finetune", seed, epochs, lr, batch)
+    usual = "digits-finetune" if found.name == "digits" else "best-finetune"
+    chosen = _chosen(recipe or usual, seed=seed, epochs=epochs, lr=lr, batch=batch)
     if distill and teacher is None:
         raise HapError(f"--distill {distill} needs --teacher, a checkpoint of the dense network")
     chosen = taught(chosen, teacher is not None, distill)
@@ -116,12 +118,9 @@ def finetune(
     _train_and_save(network, found, chosen, path, described, saved.plans, guide, log)
 
 
-def _chosen(
-    name: str | None, default: str, seed: int, epochs: int | None, lr: float | None, batch: int | None
-) -> Recipe:
-    given = {"epochs": epochs, "lr": lr, "batch": batch}
-    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    return recipes.get(name or default, seed=seed, **changes)
+def _chosen(name: str, **options: Any) -> Recipe:
+    """The recipe of that name with the options that were given."""
+    return recipes.get(name, **{key: value for key, value in options.items() if value is not None})
 
 
 def _state(path: Path) -> Path:
