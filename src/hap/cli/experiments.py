@@ -139,4 +139,4 @@ def _show(results: list[Result]) -> None:
 
 def _accuracy(row: Row) -> str:
     spread = f" ± {100 * row.deviation:.2f}" if row.deviation is not None else ""
-    return f"{100 * row.accuracy:.2f}%{spread}"
+    return f"{row.accuracy:.2%}{spread}"

@@ -10,7 +10,7 @@ import torch
 import hap
 from hap.cli import options
 from hap.cli.options import check_out, check_saved_name, open_with_data
-from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
+from hap.cli.screen import error_line, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
 from hap.errors import HapError
 from hap.groups.groups import Groups
@@ -202,7 +202,7 @@ def _warn(text: str | None) -> None:
 def _show(plan: Plan, before: dict[str, Any], after: dict[str, Any], timing: dict[str, Any]) -> None:
     screen().print(plan_table(plan))
     accuracy = before["accuracy"], after["accuracy"]
-    rows = [["accuracy", *map(percent, accuracy), f"{100 * (accuracy[1] - accuracy[0]):+.2f}"]]
+    rows = [["accuracy", *(f"{value:.2%}" for value in accuracy), f"{100 * (accuracy[1] - accuracy[0]):+.2f}"]]
     for label, key in (("params", "params"), ("FLOPs", "macs")):
         rows.append([label, f"{before[key]:,}", f"{after[key]:,}", share(after[key], before[key])])
     screen().print(table(["", "dense", "pruned", "left"], rows))

@@ -95,9 +95,5 @@ def plan_table(plan: Plan) -> Table:
     return table(["layer", "before", "kept", "implanted", "removed"], rows, foot=True)
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.2f}%"
-
-
 def share(after: int | float, before: int | float) -> str:
     return f"{100 * after / before:.1f}%" if before else "-"

@@ -11,7 +11,7 @@ import hap
 from hap import models
 from hap.cli import options
 from hap.cli.options import allow_local_modules, check_saved_name, open_network, open_with_data
-from hap.cli.screen import percent, resumable, say, tell_written, working
+from hap.cli.screen import resumable, say, tell_written, working
 from hap.data import Data
 from hap.errors import HapError
 from hap.planning.plan import Plan
@@ -166,7 +166,7 @@ def _train_and_save(
         if distributed.is_first():
             state.unlink(missing_ok=True)
     say(
-        f"accuracy {percent(metrics['accuracy'])} on {len(data.test)} test images, after {history.epochs} epochs "
+        f"accuracy {metrics['accuracy']:.2%} on {len(data.test)} test images, after {history.epochs} epochs "
         f"in {metrics['seconds']:.0f} s"
     )
     tell_written(path)

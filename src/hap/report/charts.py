@@ -94,11 +94,7 @@ def _dots(axis: Any, rows: Sequence[Row]) -> None:
 
 def _stacked(values: list[float], y: float) -> list[float]:
     """Heights that lay equal values side by side instead of on top of each other."""
-    places = []
-    for i, value in enumerate(values):
-        turn, twins = values[:i].count(value), values.count(value)
-        places.append(y + 0.2 * (turn - (twins - 1) / 2))
-    return places
+    return [y + 0.2 * (values[:i].count(v) - (values.count(v) - 1) / 2) for i, v in enumerate(values)]
 
 
 def _against_params(axis: Any, rows: Sequence[Row]) -> None:

@@ -110,7 +110,8 @@ class _Runner:
         if step.checkpoint is not None:
             return model, History(), None
         recipe = step.make(seed)
-        return model, self._train(model, recipe, None, "dense", config), recipe
+        history = hap.train(model, self.data, recipe, checkpoint=self._training_file("dense", config))
+        return model, history, recipe
 
     # ---- one way to prune -----------------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ class _Runner:
         self.console.step(f"{step.name}: fine-tune{many}")
         recipe = self.experiment.finetune.make(seed)
         teacher = dense if self.experiment.finetune.teacher else None
-        history = self._train(model, recipe, teacher, stem, config)
+        state = self._training_file(stem, config)
+        history = hap.train(model, self.data, recipe, teacher=teacher, checkpoint=state)
         with self.console.status("measuring"):
             accuracy = hap.evaluate(model, self.data).accuracy
             sides = measure_networks((dense, first.dense.accuracy), (model, accuracy), data=self.data)
@@ -221,12 +223,6 @@ class _Runner:
         hap.save(self._checkpoint(stem), model, plan, recipe=recipe, metrics=metrics, about=about)
         write_json(self._record(stem), result.to_dict())
         self._training_file(stem, config).unlink(missing_ok=True)
-
-    def _train(
-        self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, stem: str, config: dict[str, Any]
-    ) -> History:
-        path = self._training_file(stem, config)
-        return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path)
 
     def _open(self, stem: str) -> nn.Module:
         return open_checkpoint(self._checkpoint(stem), self.experiment.model)[0].to(self.device)
