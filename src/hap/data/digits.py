@@ -4,19 +4,15 @@ import numpy as np
 import torch
 
 from hap.data.dataset import Data, Split
-from hap.errors import HapError
+from hap.errors import optional_package
 
 TEST_IMAGES = 500
 
 
 def load_digits() -> Data:
     """Digits with a fixed stratified split: 1,297 training and 500 test images, uint8 (N, 1, 8, 8)."""
-    try:
+    with optional_package("the digits need scikit-learn, which is missing", "data"):
         from sklearn.datasets import load_digits as read
-    except ImportError as error:
-        raise HapError(
-            "the digits need scikit-learn, which is missing: pip install 'hessian-aware-pruning[data]'"
-        ) from error
     bunch = read()
     labels = torch.from_numpy(np.asarray(bunch.target, dtype=np.int64))
     # Pixels are counts from 0 to 16.

@@ -16,7 +16,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from hap.errors import Argument, ForPython, HapError
+from hap.errors import Argument, ForPython, HapError, optional_package
 from hap.execution.calling import call_arguments, eval_mode, seeded
 from hap.execution.compare_outputs import difference, output_tensors
 from hap.execution.model_outputs import returning_plain_outputs
@@ -289,12 +289,8 @@ def _program(path: Path, program: ExportedProgram) -> None:
 
 
 def _onnx(path: Path, program: ExportedProgram) -> None:
-    try:
+    with optional_package("exporting to ONNX needs the packages onnx and onnxscript", "export"):
         import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise HapError(
-            "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
-        ) from error
     _refuse(program, (bool, int, float, str), "ONNX has outputs for tensors alone; return those, or write a .pt2 file")
     table = {n.target: _IN_OTHER_WORDS[n.target] for n in program.graph.nodes if _is_unknown(n)}
     program = program.run_decompositions(table)  # without any, too: nothing is written in place then

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.errors import Argument, HapError
+from hap.errors import Argument, HapError, optional_package
 from hap.execution.calling import call_arguments, eval_mode
 from hap.io.export import capture, export
 
@@ -198,12 +198,8 @@ def _compiled(model: nn.Module, watch: Stopwatch) -> Call:
 
 
 def _onnxruntime(model: nn.Module, watch: Stopwatch) -> Call:
-    try:
+    with optional_package("backend 'onnxruntime' needs that package", "export"):
         import onnxruntime
-    except ImportError as error:
-        raise HapError(
-            "backend 'onnxruntime' needs that package: pip install 'hessian-aware-pruning[export]'"
-        ) from error
     if watch.device.type != "cpu":
         raise HapError(f"backend 'onnxruntime' times on the CPU, not on {watch.device}; move the model and the example")
     options = onnxruntime.SessionOptions()

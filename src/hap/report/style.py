@@ -5,16 +5,12 @@ import re
 from functools import partial
 from typing import Any
 
-from hap.errors import HapError
+from hap.errors import optional_package
 
-try:
+with optional_package("the report needs matplotlib and jinja2, which are missing", "report"):
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
-except ImportError as error:
-    raise HapError(
-        "the report needs matplotlib and jinja2, which are missing: pip install 'hessian-aware-pruning[report]'"
-    ) from error
 
 INK, MUTED, GRID, PAPER = "#1b2330", "#667085", "#dfe3ea", "#ffffff"
 DENSE, ACCENT, IMPLANT, OTHER, LOST = "#475467", "#1668dc", "#d97706", "#0f8a6d", "#b9c0cc"

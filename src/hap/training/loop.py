@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from hap.data import Data
-from hap.errors import HapError
+from hap.errors import HapError, optional_package
 from hap.training.checkpoint import Checkpoint
 from hap.training.evaluation import check_reads, device_of
 from hap.training.graph import Captured, Step
@@ -199,11 +199,7 @@ class Report:
 
 
 def _tensorboard(log_dir: str | Path, first: int) -> Any:
-    try:
+    with optional_package("logging needs tensorboard, which is missing", "log"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise HapError(
-            "logging needs tensorboard, which is missing: pip install 'hessian-aware-pruning[log]'"
-        ) from error
     # Entries after the epoch that training resumes from belong to work that was lost.
     return SummaryWriter(str(log_dir), purge_step=first + 1)

@@ -272,11 +272,10 @@ def _records(experiment: Experiment) -> list[str]:
 def remove_results(experiment: Experiment) -> None:
     """Remove what a run of this experiment leaves, and nothing else."""
     out = Path(experiment.out)
-    names = ["dense", *(_stem(step, seed) for step in experiment.prune for seed in experiment.seeds)]
     files = [out / INDEX, out / "report.html", out / "summary.png"]
-    files += [out / f"{name}.safetensors" for name in [*names, *(f"{step.slug}-pruned" for step in experiment.prune)]]
-    files += [out / "results" / f"{name}.json" for name in {*_records(experiment), "probes"}]
-    files += [path for name in names for path in out.glob(f"training/{name}-????????.safetensors")]
+    for stem in (*_records(experiment), "probes", *(f"{step.slug}-pruned" for step in experiment.prune)):
+        files += [out / f"{stem}.safetensors", out / "results" / f"{stem}.json"]
+        files += out.glob(f"training/{stem}-????????.safetensors")
     for path in files:
         try:
             path.unlink(missing_ok=True)
