@@ -18,7 +18,6 @@ from hap.workflow.run import run as run_experiment
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
 DEMO = Path("runs/demo")
-AGAIN = "the same command goes on where it stopped"
 
 
 def demo(
@@ -99,7 +98,7 @@ def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
     check_out(folder / "report.html")
     if fresh:
         remove_results(experiment)
-    with resumable(AGAIN):
+    with resumable("the same command goes on where it stopped"):
         results = run_experiment(experiment, where, Console(tell_step, tell_skipped, working))
         with working("drawing the report"):
             write_report(folder, folder / "report.html", folder / "summary.png")
