@@ -1,6 +1,8 @@
 """What all tests and examples in docstrings share: one thread and fixed seeds, so the same numbers on every run."""
 
 import gc
+import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +28,15 @@ def _nothing_old_to_collect() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _translations_to_onnx_are_read_once() -> None:
+    """torch.onnx reads its table of translations anew for each export, half of the time of a small one."""
+    module = sys.modules.get("torch.onnx._internal.exporter._registration")
+    registry = getattr(module, "ONNXRegistry", None)
+    if hasattr(registry, "from_torchlib") and not hasattr(registry.from_torchlib, "cache_info"):
+        registry.from_torchlib = staticmethod(cache(registry.from_torchlib))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from fuzz import check_seed
 from random_modules import make
 
-SEEDS = [*range(92, 150), 365, 376, 1731, 1829]  # heads of width 1; as many heads as inputs; a slice of a few channels
+SEEDS = [*range(92, 120), 365, 376, 1731, 1829]  # heads of width 1; as many heads as inputs; a slice of a few channels
 
 
 @pytest.mark.parametrize("seed", SEEDS)

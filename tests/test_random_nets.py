@@ -97,7 +97,7 @@ def network(steps: list[tuple[str, int, int, bool]]) -> nn.Module:
     return randomise(model.double()).eval()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, coupling=st.sampled_from(["joint", "union"]), seed=st.integers(0, 99), share=st.floats(0.1, 0.9))
 def test_random_plans_on_random_networks(steps: Any, coupling: str, seed: int, share: float) -> None:
     model, example = network(steps), images(2, 3, 6, 6)
@@ -119,7 +119,7 @@ def planned(groups: Any, budget: hap.Budget, implant: hap.Implant | None) -> hap
         raise
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     steps=STEPS,
     coupling=st.sampled_from(["joint", "union"]),

@@ -21,7 +21,7 @@ from hap.io.checkpoint import load, read, save
 from hap.utils.atomic_files import digest, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import new_network
-from hap_reproduction.cifar10 import batches, campaign, sensitivity, stacking, starting, training
+from hap_reproduction.cifar10 import batches, campaign, removal, sensitivity, stacking, starting, training
 from hap_reproduction.cifar10.campaign import SideBySide, prepare, work_off
 from hap_reproduction.cifar10.job import Folders, Job, estimate, pending, select, status
 from hap_reproduction.cifar10.jobs import headline_networks, load_data
@@ -755,7 +755,8 @@ def test_status_lists_the_jobs_in_order_with_their_state_and_cost(tmp_path: Path
 # ---- figures about the scores -------------------------------------------------------------------------------
 
 
-def test_looks_at_the_scores_leave_records(data: Data, folders: Folders) -> None:
+def test_looks_at_the_scores_leave_records(data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "FLOPS", removal.FLOPS[:1])
     put_dense(folders)
     looks = [
         Study("layers", "resnet20", "layers", "dense"),

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_model_is_measured_and_counts_agree() -> None:
-    pruned, both = ours.measure("hap:resnet20", 0.5)
+    pruned, both = ours.measure("hap:digits_resnet", 0.5)
     assert pruned["verified"] and pruned["macs"][1] <= 0.5 * pruned["macs"][0]
     assert pruned["counted"] == [pruned["params"][1], pruned["macs"][1]]
     seconds = pruned["seconds"]

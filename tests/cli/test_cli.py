@@ -57,6 +57,12 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long networks take is no part of these tests."""
+    monkeypatch.setattr(hap.workflow.networks, "LATENCY_ROUNDS", (2, 2))
+
+
 def invoke(*arguments: object) -> object:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 

@@ -27,10 +27,9 @@ def masked(model: nn.Module, plan: hap.Plan, example: object, skip: bool) -> lis
 def test_skipping_zeros_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, example), groups = CASES[name](), traced(name, "joint")
     monkeypatch.setattr(comparison, "LARGE", 0)
-    for seed in range(2):
-        plan = random_plan(groups, seed)
-        assert gap(masked(model, plan, example, False), masked(model, plan, example, True)) <= 1e-10
-        check_by_running(Comparison(model, plan, example))
+    plan = random_plan(groups, 0)
+    assert gap(masked(model, plan, example, False), masked(model, plan, example, True)) <= 1e-10
+    check_by_running(Comparison(model, plan, example))
 
 
 class Plain(nn.Module):

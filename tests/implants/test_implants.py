@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hap
 from cases import CASES
-from checks import COUPLINGS, check_pruned, gap, implantable, random_plan, run, traced
+from checks import check_pruned, gap, implantable, random_plan, run, traced, traces
 
 KINDS = {
     "center": hap.Pointwise(init="center"),
@@ -32,7 +32,6 @@ GEOMETRIES = {
     "much padding": {"kernel_size": 3, "padding": 3},
     "uneven": {"kernel_size": (2, 5), "padding": (2, 1), "stride": (2, 1), "dilation": (3, 1)},
 }
-both = pytest.mark.parametrize("coupling", COUPLINGS)
 geometry = pytest.mark.parametrize("shape", GEOMETRIES.values(), ids=list(GEOMETRIES))
 
 
@@ -83,11 +82,7 @@ named_inputs without_batch_axis one_channel vgg pixel_shuffle group_norm_few
 """.split()
 
 
-@pytest.mark.parametrize(
-    "name",
-    NAMES,
-)
-@both
+@pytest.mark.parametrize(("name", "coupling"), traces(NAMES))
 def test_every_kind_on_the_table(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -96,19 +91,9 @@ def test_every_kind_on_the_table(name: str, coupling: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "residual",
-        "preactivation",
-        "dense_block",
-        "inception",
-        "vgg",
-        "concatenated_flattened",
-        "unet_upsampled",
-    ],
+    ("name", "coupling"),
+    traces("plain residual preactivation dense_block inception vgg concatenated_flattened unet_upsampled".split()),
 )
-@both
 def test_no_gather_where_channels_can_be_sorted(name: str, coupling: str) -> None:
     groups = traced(name, coupling)
     plans = [random_plan(groups, seed, 0.6, hap.Pointwise(init="center")) for seed in range(3)]

@@ -14,7 +14,7 @@ from torch import nn
 
 import hap
 from cases import CASES
-from checks import COUPLINGS, assert_unchanged, random_plan, run, same, snapshot, traced
+from checks import TRACES, assert_unchanged, random_plan, run, same, snapshot, traced
 from hap.io import checkpoint
 
 SOURCE = Path(hap.__file__).parent
@@ -30,8 +30,7 @@ def fresh(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize(("name", "coupling"), TRACES)
 def test_round_trip_is_bit_for_bit(name: str, coupling: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     plan = random_plan(traced(name, coupling), 0, implant=hap.Pointwise(init="center"))

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 import hap
 from cases import CASES
-from checks import assert_unchanged, check_cost, snapshot, traced
+from checks import TRACES, assert_unchanged, check_cost, snapshot, traced
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,7 @@ def test_published_sizes(name: str, params: int, millions: float, digits: int) -
     assert sum(v for n, v in count.by_module.items() if not list(model.get_submodule(n).children())) == count.macs
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("coupling", ["joint", "union"])
+@pytest.mark.parametrize(("name", "coupling"), TRACES)
 def test_the_dense_model_costs_what_the_plan_says(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     check_cost(model, hap.draft(traced(name, coupling), {}).before, example)

@@ -1,6 +1,7 @@
 """plan: budgets, limits, what is given back, and plans as values."""
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,12 @@ from torch import nn
 
 import hap
 from cases import CASES
-from checks import COUPLINGS, check_pruned, check_tight, random_plan, random_scores, reachable, traced
+from checks import COUPLINGS, TRACES, check_pruned, check_tight, random_plan, random_scores, reachable, traced, traces
+from hap.groups.groups import Groups
 
 every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
+every_trace = pytest.mark.parametrize(("name", "coupling"), TRACES)
 WIDE = hap.Limits(per_layer=1.0)
 
 
@@ -30,8 +33,7 @@ def counts(plan: hap.Plan) -> dict[str, int]:
 # ---- values -------------------------------------------------------------------------------------------------
 
 
-@both
-@every_case
+@every_trace
 def test_json_round_trip(name: str, coupling: str) -> None:
     groups = traced(name, coupling)
     for implant in (None, hap.Pointwise(init="center"), hap.SpatialLowRank(rank=3), hap.LowRank(seed=4)):
@@ -102,10 +104,15 @@ def test_ties_and_repeats_give_the_same_plan() -> None:
     assert first.to_json() == hap.plan(traced("bottleneck", "union"), scores, budget, implant=0.3).to_json()
 
 
+@cache
+def _hundred() -> Groups:
+    return hap.trace(*chain(100))
+
+
 @pytest.mark.parametrize("fraction", [k / 100 for k in range(7, 101)])
 def test_channel_budgets_are_exact(fraction: float) -> None:
     """As many of 100 units stay as the fraction says, whatever floating point makes of the product."""
-    groups = hap.trace(*chain(100))
+    groups = _hundred()
     plan = hap.plan(groups, random_scores(groups), hap.Budget(channels=fraction))
     assert plan.after.channels == round(100 * fraction)
 
@@ -118,10 +125,11 @@ def test_everything_left_removes_nothing(kind: str) -> None:
     assert not any(plan.removed.values()) and not any(plan.implanted.values())
 
 
-@pytest.mark.parametrize("name", ["residual", "inception", "bottleneck", "residual_with_branches", "grouped_few"])
+@pytest.mark.parametrize(
+    ("name", "coupling"), traces(["residual", "inception", "bottleneck", "residual_with_branches", "grouped_few"])
+)
 @pytest.mark.parametrize("kind", ["params", "flops", "channels", "activations"])
 @pytest.mark.parametrize("per_cost", [False, True])
-@both
 def test_tight_at_many_fractions(name: str, kind: str, per_cost: bool, coupling: str) -> None:
     groups = traced(name, coupling)
     fractions = reachable(groups, kind, [0.97, 0.83, 0.71, 0.55, 0.42, 0.33, 0.26])
@@ -242,8 +250,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("implant", KINDS, ids=lambda i: f"{type(i).__name__}-{i.ratio}")
-@pytest.mark.parametrize("name", ["residual", "inception", "bias_without_norm"])
-@both
+@pytest.mark.parametrize(("name", "coupling"), traces(["residual", "inception", "bias_without_norm"]))
 def test_budgets_count_implants(name: str, implant: hap.Implant, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -312,8 +319,7 @@ def test_drafts_that_make_no_sense_are_refused(removed: dict, implanted: dict, i
 
 
 @pytest.mark.parametrize("per_cost", [False, True])
-@pytest.mark.parametrize("name", ["residual", "inception"])
-@both
+@pytest.mark.parametrize(("name", "coupling"), traces(["residual", "inception"]))
 def test_several_limits_all_hold_and_are_used_up(name: str, per_cost: bool, coupling: str) -> None:
     groups = traced(name, coupling)
     for seed, (flops, params) in enumerate([(0.6, 0.6), (0.5, 0.8), (0.9, 0.5)]):

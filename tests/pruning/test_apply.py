@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from checks import (
-    COUPLINGS,
+    TRACES,
+    UNLIKE_IN_UNION,
     check_pruned,
     check_tight,
     gap,
@@ -25,6 +26,7 @@ from checks import (
     same,
     snapshot,
     traced,
+    traces,
 )
 from hap.groups.groups import Groups
 from hap.planning.steps import Cut
@@ -41,30 +43,27 @@ SPANNED = (
     "weight_normalised",
     "spatial_attention",
 )
-every_case = pytest.mark.parametrize("name", CASES)
-both = pytest.mark.parametrize("coupling", COUPLINGS)
+every_trace = pytest.mark.parametrize(("name", "coupling"), TRACES)
 
 
-@both
-@every_case
+@every_trace
 def test_random_plans(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
-    for seed, share in enumerate((0.2, 0.4, 0.6, 0.8)):
+    for seed, share in enumerate((0.3, 0.7)):
         plan = random_plan(groups, seed, share)
         assert plan.exact or name in SPANNED
         check_pruned(model, groups, plan, example)
 
 
-@both
-@every_case
+@every_trace
 def test_ends_and_halves_of_each_group(name: str, coupling: str) -> None:
-    """One group at a time: its first unit, its last, each half, every other one."""
+    """One group at a time: its first unit, its last, the first half, every other one."""
     model, example = CASES[name]()
     groups = traced(name, coupling)
     for group in (n for n in groups if len(groups[n]) > 1):
         size = len(groups[group])
-        for units in (range(1), range(size - 1, size), range(size // 2), range(size // 2, size), range(0, size, 2)):
+        for units in (range(1), range(size - 1, size), range(size // 2), range(0, size, 2)):
             if not empties(groups, group, set(units)):
                 check_pruned(model, groups, hap.draft(groups, {group: units}), example)
 
@@ -76,9 +75,8 @@ def empties(groups: Groups, name: str, units: set[int]) -> bool:
     return counted or any(set(p.unit[p.unit >= 0].tolist()) <= units for p in groups[name].producers)
 
 
-@both
-@every_case
-@pytest.mark.parametrize("kind", ["params", "flops", "channels"])
+@pytest.mark.parametrize("kind", ["flops", "params", "channels"])
+@every_trace
 def test_budgets(name: str, coupling: str, kind: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -92,12 +90,12 @@ def test_budgets(name: str, coupling: str, kind: str) -> None:
         budget = hap.Budget(**{kind: fraction})
         plan = hap.plan(groups, scores, budget, limits=hap.Limits(per_layer=1.0))
         check_tight(groups, plan, budget)
-        check_pruned(model, groups, plan, example)
+        if kind == "flops":  # what is removed for the others is checked in other tests
+            check_pruned(model, groups, plan, example)
     assert fractions or max(map(len, groups.values())) < 8
 
 
-@both
-@every_case
+@every_trace
 def test_float32(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     groups = traced(name, coupling)
@@ -105,8 +103,7 @@ def test_float32(name: str, coupling: str) -> None:
     check_pruned(model.float(), groups, random_plan(groups, 0), single, 1e-5)
 
 
-@both
-@every_case
+@every_trace
 def test_empty_plan_changes_nothing(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     plan = hap.draft(traced(name, coupling), {})
@@ -120,8 +117,7 @@ def test_empty_plan_changes_nothing(name: str, coupling: str) -> None:
     assert same(run(model, example), wanted)
 
 
-@both
-@every_case
+@every_trace
 def test_pruned_model_trains_and_copies(name: str, coupling: str) -> None:
     model, example = CASES[name]()
     plan = random_plan(traced(name, coupling), 1)
@@ -152,8 +148,7 @@ def call(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-@both
-@every_case
+@every_trace
 def test_prune_twice(name: str, coupling: str) -> None:
     """Trace the pruned model as if it were new, and prune that; a widened stream is only ever frozen."""
     model, example = CASES[name]()

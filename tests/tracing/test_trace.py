@@ -1,7 +1,9 @@
 """trace: which channels live and die together, found without touching the model."""
 
+import dataclasses
 import gc
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,10 @@ from torch import Tensor, nn
 
 import hap
 from cases import CASES
-from checks import COUPLINGS, assert_unchanged, check_pruned, random_plan, snapshot, traced
+from checks import COUPLINGS, TRACES, UNLIKE_IN_UNION, assert_unchanged, check_pruned, random_plan, snapshot, traced
 
-every_case = pytest.mark.parametrize("name", CASES)
 both = pytest.mark.parametrize("coupling", COUPLINGS)
+every_trace = pytest.mark.parametrize(("name", "coupling"), TRACES)
 
 # Groups by hand, and in union coupling where that differs. What is not here has no freedom to speak of.
 JOINT = {
@@ -179,8 +181,7 @@ def _as_in_training(name: str) -> tuple[nn.Module, Any]:
     return model, example
 
 
-@both
-@every_case
+@every_trace
 def test_same_again_and_the_model_is_left_as_found(name: str, coupling: str) -> None:
     model, example = _as_in_training(name)
     before, first = snapshot(model), traced(name, coupling)
@@ -200,8 +201,28 @@ def test_a_model_whose_stream_is_left_alone_is_left_as_found(name: str, coupling
     assert_unchanged(model, before)
 
 
-@both
-@every_case
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values hold the same all the way down."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and all(alike(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_couplings_differ_only_where_branches_are_summed(name: str) -> None:
+    """Other tests try a case in union coupling only where that differs from joint coupling."""
+    joint, union = traced(name, "joint"), traced(name, "union")
+    assert (joint.coupling, union.coupling) == ("joint", "union")
+    assert alike(dataclasses.replace(union, coupling="joint"), joint) == (name not in UNLIKE_IN_UNION)
+
+
+@every_trace
 def test_structure_is_sound(name: str, coupling: str) -> None:
     """Every class of a parameter has a unit or a stream, every unit one home, every axis its full length."""
     groups = traced(name, coupling)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import hap
@@ -54,6 +54,8 @@ def plan_of(scores: dict[str, torch.Tensor]) -> str:
 
 def sharded_scores(share: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], nn.Module]:
     """Scores of a model whose parameters lie in shards over the processes, block by block."""
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
     model, example = CASES["residual"]()
     groups, mesh = hap.trace(model, example), init_device_mesh("cpu", (2,))
     for block in (*model.children(), model):
@@ -121,7 +123,8 @@ def refusals(rank: int, sharded: nn.Module) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(path),), nprocs=2)
+    forkserver.set_forkserver_preload(["hap", "torch.distributed.fsdp"])  # imported once for both processes
+    mp.start_processes(work, (str(path),), nprocs=2, start_method="forkserver")
     return path
 
 
