@@ -14,7 +14,6 @@ import hap
 from cases import CASES
 from checks import (
     TRACES,
-    UNLIKE_IN_UNION,
     check_pruned,
     check_tight,
     gap,
@@ -26,7 +25,6 @@ from checks import (
     same,
     snapshot,
     traced,
-    traces,
 )
 from hap.groups.groups import Groups
 from hap.planning.steps import Cut
