@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import cache, partial
 from io import StringIO
 from types import SimpleNamespace, TracebackType
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +29,10 @@ from hap.execution.calling import call_arguments, eval_mode, forgetting_caches, 
 from hap.execution.input_checks import check_given
 from hap.execution.model_outputs import returning_plain_outputs
 from hap.graph.nodes import schema_name
-from hap.graph.shared_tables import CalledArguments, recording_calls
+from hap.utils.module_tree import takes_hooks
+
+CalledArguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
+"""By module, for each of its calls, the shapes of the tensors that it is called with."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +68,16 @@ def capture(model: nn.Module, example: Any) -> Captured:
 def captured(
     model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
 ) -> Captured:
-    """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training."""
-    return captured_call(model, *call_arguments(example), known or SizesKnown(), training)
+    """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training.
 
-
-def captured_call(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    known: SizesKnown,
-    training: Set[nn.Module] = frozenset(),
-) -> Captured:
-    """What torch.export captures in eval mode. It is stopped as soon as a size is not known, and prints nothing.
-
-    What modules have written out before would be constants of the graph, and what they write out now is of no use.
+    It is stopped as soon as a size is not known, and prints nothing. What modules have written out before would be
+    constants of the graph, and what they write out now is of no use.
     """
+    args, kwargs = call_arguments(example)
+    known = known or SizesKnown()
     start_autograd()
     with ExitStack() as stack:
-        called, shapes = stack.enter_context(recording_calls(model))
+        called, shapes = stack.enter_context(_recording_calls(model))
         quiet = (_plainly(), torch.no_grad(), redirect_stderr(StringIO()))
         for context in (*quiet, forgetting_caches(model), eval_mode(model), seeded(), known):
             stack.enter_context(context)
@@ -94,6 +90,27 @@ def captured_call(
     for node in program.graph.nodes:
         known.check(node.name, node.meta.get("val"))
     return Captured(program, called, shapes)
+
+
+@contextmanager
+def _recording_calls(model: nn.Module) -> Iterator[tuple[CalledArguments, dict[str, int]]]:
+    """Notes what modules are called with. Of those with submodules it counts the calls that return one tensor just like
+    their first argument; -1: some other call."""
+    called: CalledArguments = {}
+    alike: dict[str, int] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        called.setdefault(name, []).append({k: tuple(v.shape) for k, v in given if isinstance(v, Tensor)})
+        if name and [*module.children()]:
+            same = bool(args) and all(isinstance(x, Tensor) for x in (args[0], output))
+            same = same and (args[0].shape, args[0].dtype) == (output.shape, output.dtype)
+            alike[name] = alike.get(name, 0) + 1 if same and alike.get(name, 0) >= 0 else -1
+
+    with ExitStack() as stack:
+        for name, module in ((n, m) for n, m in model.named_modules() if takes_hooks(m)):
+            stack.callback(module.register_forward_hook(partial(note, name), with_kwargs=True).remove)
+        yield called, alike
 
 
 @contextmanager
@@ -124,14 +141,13 @@ def _plainly() -> Iterator[None]:
         where, name, value = fx.proxy, "CapturedTraceback", _NO_TRACEBACK
     with ExitStack() as stack:
         if hasattr(where, name):
-            stack.callback(setattr, where, name, getattr(where, name))
-            setattr(where, name, value)
+            stack.enter_context(mock.patch.object(where, name, value))
         if _use_lazy_graph_module is not None:
             stack.enter_context(_use_lazy_graph_module(True))
         yield
 
 
-@functools.cache
+@cache
 def start_autograd() -> None:
     """Let autograd count the devices before torch.export does, in a build for GPUs on a machine without one.
 
@@ -143,17 +159,9 @@ def start_autograd() -> None:
             torch.ones((), requires_grad=True).backward()
 
 
-@contextmanager
-def exporting(flag: object = True) -> Iterator[None]:
+def exporting(flag: object = True) -> AbstractContextManager[object]:
     """Inside, torch says that it exports, and models run as they do when they are captured."""
-    flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
-    try:
-        for name in flags:
-            setattr(torch.compiler, name, flag)
-        yield
-    finally:
-        for name, before in flags.items():
-            setattr(torch.compiler, name, before)
+    return mock.patch.multiple(torch.compiler, _is_compiling_flag=flag, _is_exporting_flag=flag)
 
 
 class Asked:
