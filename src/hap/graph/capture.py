@@ -48,15 +48,11 @@ class Captured:
 def capture(model: nn.Module, example: Any) -> Captured:
     """What torch.export captures of the model. CaptureError: it cannot."""
     check_given(model, example)
-    known = SizesKnown()
     try:
-        return captured(model, example, known)
+        return captured(model, example)
+    except CaptureError:
+        raise
     except Exception as error:
-        if known.unknown is not None:
-            raise CaptureError(
-                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of what "
-                f"{known.unknown} returns depends on tensor values. Trace parts of the model instead, see hap.parts."
-            ) from error
         check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CaptureError(
@@ -65,16 +61,14 @@ def capture(model: nn.Module, example: Any) -> Captured:
         ) from error
 
 
-def captured(
-    model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
-) -> Captured:
+def captured(model: nn.Module, example: Any, training: Set[nn.Module] = frozenset()) -> Captured:
     """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training.
 
     It is stopped as soon as a size is not known, and prints nothing. What modules have written out before would be
     constants of the graph, and what they write out now is of no use.
     """
     args, kwargs = call_arguments(example)
-    known = known or SizesKnown()
+    known = SizesKnown(type(model).__name__)
     start_autograd()
     with ExitStack() as stack:
         called, shapes = stack.enter_context(_recording_calls(model))
@@ -115,9 +109,8 @@ def _recording_calls(model: nn.Module) -> Iterator[tuple[CalledArguments, dict[s
 
 @contextmanager
 def _leaving_nothing(model: nn.Module) -> Iterator[None]:
-    """Tensors under names that modules do not have are gone again after, such as what a forward keeps for others: while
-    it is captured they have no data, and no copy can be made. Other new attributes stay: one may say what else was
-    done, such as that hooks were put in place."""
+    """What a forward keeps of tensors under new names is gone again after: while it is captured they have no data, and
+    no copy can be made. Other new attributes stay: one may say that hooks were put in place."""
     before = [(module, set(vars(module))) for module in model.modules()]
     try:
         yield
@@ -134,8 +127,8 @@ _NO_TRACEBACK: Any = SimpleNamespace(extract=lambda *_, **__: _NO_TRACEBACK, sum
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Inside, torch.export does not note for each node where in the source it comes from, and writes no code of the
-    graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
+    """Inside, torch.export does not note where in the source each node comes from, and writes no code of the graph
+    before somebody runs it: a quarter of its time."""
     where, name, value = getattr(fx, "config", None), "do_not_emit_stack_traces", cast(Any, True)
     if not hasattr(where, name):  # torch 2.11 and before
         where, name, value = fx.proxy, "CapturedTraceback", _NO_TRACEBACK
@@ -149,11 +142,8 @@ def _plainly() -> Iterator[None]:
 
 @cache
 def start_autograd() -> None:
-    """Let autograd count the devices before torch.export does, in a build for GPUs on a machine without one.
-
-    From then on torch acts as if there were some. Autograd, if it begins after that, starts a thread for each, and now
-    and then one of these ends the process.
-    """
+    """Let autograd count the devices first, in a build for GPUs on a machine without one: after torch.export it would
+    find some, and start a thread for each, and now and then one of these ends the process."""
     if torch.backends.cuda.is_built() and not torch.cuda.device_count():
         with torch.inference_mode(False), torch.enable_grad():
             torch.ones((), requires_grad=True).backward()
@@ -165,10 +155,7 @@ def exporting(flag: object = True) -> AbstractContextManager[object]:
 
 
 class Asked:
-    """Says `exporting` that torch does not, and notes if a model wants to know. One that does not goes one way only.
-
-    `known`: a model ran with it, so that `heard` tells.
-    """
+    """Tells models that torch does not export, and notes in `heard` if one wants to know. `known`: one ran with it."""
 
     def __init__(self) -> None:
         self.heard = self.known = False
@@ -189,11 +176,11 @@ class Asked:
 
 
 class SizesKnown(TorchFunctionMode):
-    """Raises as soon as a size depends on values, and notes where: torch.export goes on for long before it gives up."""
+    """Raises as soon as a size depends on values: torch.export goes on for long before it gives up."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__()
-        self.unknown: str | None = None
+        self.model = model
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -204,8 +191,10 @@ class SizesKnown(TorchFunctionMode):
     def check(self, what: str, values: Any) -> None:
         sizes = (size for x in pytree.tree_leaves(values) if isinstance(x, Tensor) for size in x.shape)
         if not all(type(size) is int for size in sizes):
-            self.unknown = what
-            raise HapError(f"the size of what {what} returns depends on tensor values")
+            raise CaptureError(
+                f"torch.export cannot tell the sizes of {self.model} on this example: that of what {what} returns "
+                "depends on tensor values. Trace parts of the model instead, see hap.parts."
+            )
 
 
 CHOOSING = {getattr(owner, name) for owner in (torch, Tensor) for name in "nonzero masked_select where unique".split()}

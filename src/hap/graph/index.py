@@ -66,8 +66,7 @@ class GraphIndex:
 
     def module(self, node: fx.Node) -> str:
         """The innermost module that ran this node, by the first of its names."""
-        stack = node.meta.get("nn_module_stack") or {}
-        name = list(stack.values())[-1][0] if stack else ""
+        *_, name = ("", *_stack(node))
         return self.names.get(name, name)
 
     def module_of(self, node: fx.Node) -> nn.Module | None:
@@ -126,6 +125,7 @@ def _entry(stack: list[str], outside: list[str], shape: tuple[int, ...], argumen
 
 
 def _stack(node: fx.Node) -> list[str]:
+    """The modules that were running, outer ones first."""
     return [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 

@@ -139,10 +139,8 @@ def _one_by_one(model: nn.Module, calls: list[Noted], failing: set[str]) -> Part
 
 
 def _able(model: nn.Module, calls: list[Noted], failing: set[str]) -> dict[str, nn.Module]:
-    """Modules that ran and neither fail nor ever run one that does, outer ones first.
-
-    One that fails where it is called by itself is not seen there, so it must not be cut inside of others either.
-    """
+    """Modules that ran and neither fail nor ever run one that does, outer ones first: one that fails where it is called
+    by itself must not be cut inside of others either."""
     unable = set(failing)
     while more := {name for noted in calls if noted.name in unable for name in noted.running} - unable:
         unable |= more
@@ -244,10 +242,8 @@ def _by_mask(indices: Any) -> bool:
 
 
 def _calls(model: nn.Module, example: Any, last: bool = False) -> tuple[list[Noted], set[str]]:
-    """What every submodule with parameters is called with when the model runs, and which of them choose by value.
-
-    With `last`, a call after a choice is an error. Tensors are copied only if something writes there.
-    """
+    """What every submodule with parameters is called with when the model runs, and which of them choose by value; with
+    `last`, a call after a choice is an error. Tensors are copied only if something writes there."""
     for copying in (False, True):
         with _Run(copying, last) as noted, ExitStack() as stack:
             for name, module in model.named_modules():
@@ -262,11 +258,8 @@ def _calls(model: nn.Module, example: Any, last: bool = False) -> tuple[list[Not
 
 
 def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
-    """What `_calls` returns, from a coarse run, which takes a fraction of the time.
-
-    None where it does not run, or where modules are called after a choice: how many boxes they get is up to the true
-    values. A copy runs, since a forward may keep what it computes, such as anchors.
-    """
+    """What `_calls` returns, from a coarse run of a copy, which takes a fraction of the time. None where that fails, or
+    where modules are called after a choice: how many boxes they get is up to the true values."""
     try:
         copy = copy_with(model, {})
         with SampledConvolutions():
