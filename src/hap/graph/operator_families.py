@@ -22,9 +22,7 @@ class Trait(Flag):
     TAKES_PARTS = auto()  # it makes a view that has parts of the axes of a tensor, in some order
     SPLITS = auto()  # it makes several parts along one axis
     EXPANDS = auto()  # it repeats a tensor along axes without copying
-    COPIES = (
-        auto()
-    )  # it moves elements to where the source is not: what is written there later does not change the source
+    COPIES = auto()  # it moves elements elsewhere: what is written there later does not change the source
     FILLS = auto()  # it makes a tensor of one value
     AVERAGES = auto()  # a reduction that spans an axis as a norm does: what is left of the axis is averaged on
 
@@ -101,7 +99,7 @@ _declare("matmul", MULTIPLIES, "bmm matmul mm", in_place=False)
 _declare("attention", MULTIPLIES, "scaled_dot_product_attention", in_place=False)
 _declare("recurrent", MULTIPLIES, "gru lstm rnn_relu rnn_tanh", in_place=False)
 _declare("cell", MULTIPLIES, "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell", in_place=False)
-for _name in ("baddbmm", "einsum", "tensordot"):  # of tables they make other tables: see shared_tables
+for _name in ("baddbmm", "einsum", "tensordot"):  # of tables they make other tables: see index.py
     _declare(_name, NONE, _name, in_place=False)
 
 _declare("channel_norm", LINEAR, "batch_norm")

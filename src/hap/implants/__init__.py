@@ -10,10 +10,9 @@ from typing import Any
 
 from hap.errors import Argument, HapError
 from hap.implants.base import ChannelImplant, Implant, ImplantModule
+from hap.implants.factorised import DepthwiseSeparable, SpatialLowRank
 from hap.implants.narrow_heads import NarrowHeads
 from hap.implants.pointwise import LowRank, Pointwise
-from hap.implants.separable import DepthwiseSeparable
-from hap.implants.spatial import SpatialLowRank
 
 KINDS: dict[str, type[Implant]] = {
     kind.__name__: kind for kind in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank, NarrowHeads)

@@ -30,9 +30,8 @@ class ImplantModule(nn.Module, ABC):
     @property
     def bias_values(self) -> Tensor | None:
         """One value per row, or None."""
-        last: Any = list(self.children())[-1]
-        bias: Tensor | None = last.bias
-        return bias
+        *_, last = self.children()
+        return last.bias  # type: ignore[return-value]
 
 
 def convolution(weight: Tensor, bias: Tensor | None = None, groups: int = 1, **settings: Any) -> nn.Conv2d:

@@ -12,10 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from hap.graph.index import GraphIndex
+from hap.graph.index import GraphIndex, TableUse
 from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import Trait, having
-from hap.graph.shared_tables import TableUse
 from hap.groups.components import distinct
 from hap.groups.types import ActivationMacs, ConvGeometry, InputSelection, Ints, SizeAttribute, WeightMacs
 from hap.tracing.labels import LabelStore, Reshaped, Undecided, concatenated, long_axes, varies

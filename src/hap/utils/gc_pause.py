@@ -12,11 +12,10 @@ def gc_paused() -> Iterator[None]:
     Graphs are many small objects that stay; looking through them again and again for garbage takes its time.
     What is large goes with its last reference in any case.
     """
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
