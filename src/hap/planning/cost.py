@@ -1,7 +1,6 @@
 """Cost: parameters and multiply-adds, counted on a running model and predicted for a plan. The two agree exactly."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +42,6 @@ class Count:
     uncounted: dict[str, int]
 
 
-@contextmanager
-def _unfused() -> Iterator[None]:
-    """Fused kernels hide what they multiply from the counter."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
 def cost(model: nn.Module, example: Any) -> Count:
     """Count parameters and multiply-adds by running the model once on the example.
 
@@ -66,9 +53,9 @@ def cost(model: nn.Module, example: Any) -> Count:
     """
     counter = Counter()
     args, kwargs = copied(call_arguments(example))
-    # the counter hangs hooks on what requires a gradient
+    # the counter hangs hooks on what requires a gradient, and fused kernels hide what they multiply from it
     detached = {n: p.detach() for n, p in model.named_parameters()}
-    with counter, _unfused(), eval_mode(model), torch.no_grad():
+    with counter, sdpa_kernel(SDPBackend.MATH), eval_mode(model), torch.no_grad():
         call_with(model, detached, args, kwargs)
     root = type(model).__name__
     by_module = {
