@@ -70,8 +70,8 @@ def assemble(
         return {name: np.flatnonzero(marked[group.classes]).tolist() for name, group in groups.items()}
 
     layers = {} if implant is None else implant.layers(groups)
-    sorting = _Sorting(groups, implanted & bool(layers))
-    order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
+    sorting = _Sorting(groups, live, implanted & bool(layers))
+    order = {key: sorting.order(classes) for key, classes in groups.axes.items()}
     grafts, rows_left = _implants(groups, layers, implanted, order)
     cuts = []
     for key, classes in groups.axes.items():
@@ -88,7 +88,7 @@ def assemble(
         coupling=groups.coupling,
         cuts=tuple(cuts),
         grafts=tuple(grafts),
-        widenings=tuple(_output_scatters(groups, live, sorting)),
+        widenings=tuple(_output_scatters(groups, sorting)),
         resizes=tuple(_sizes(groups, live)),
         implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), np.zeros_like(kept)),
@@ -109,38 +109,31 @@ class _Sorting:
     no gather is needed at run time; all others keep their natural order.
     """
 
-    def __init__(self, groups: Groups, implanted: Bools):
-        self.implanted = implanted
-        self.movable = np.zeros(len(implanted), dtype=bool)
-        self.block = np.zeros(len(implanted), dtype=np.int64)
+    def __init__(self, groups: Groups, live: Bools, implanted: Bools):
+        self.live, self.late = live, np.zeros_like(live)
+        self.block = np.zeros(len(live), dtype=np.int64)
         for number, group in enumerate(groups.values(), 1):
             self.block[group.classes] = number
-        axes: dict[int, list[Ints]] = {}
-        for classes in groups.axes.values() if implanted.any() else ():
-            for number in np.unique(self.block[classes]).tolist():
-                axes.setdefault(number, []).append(classes)
-        for number, group in enumerate(groups.values(), 1):
-            if implanted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
-                self.movable[group.classes] = True
+        for group in groups.values():
+            if implanted[group.classes].any() and all(self._in_blocks(group, axis) for axis in groups.axes.values()):
+                self.late[group.classes] = implanted[group.classes]
 
-    def order(self, classes: Ints, live: Bools) -> Ints:
-        if not self.movable.any():
-            return np.flatnonzero(live[classes])
+    def _in_blocks(self, group: Group, classes: Ints) -> bool:
+        """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
+        places = np.flatnonzero(self.block[classes] == self.block[group.classes[0]])
+        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+            repeat, rest = divmod(len(run), len(group))
+            if rest or not np.array_equal(classes[run], np.repeat(group.classes, repeat)):
+                return False
+        return True
+
+    def order(self, classes: Ints) -> Ints:
+        if not self.late[classes].any():
+            return np.flatnonzero(self.live[classes])
         block = self.block[classes]
-        run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
-        late = self.implanted[classes] & self.movable[classes]
-        positions = np.lexsort((np.arange(len(classes)), late, run))
-        return positions[live[classes[positions]]]
-
-
-def _in_blocks(group: Group, classes: Ints) -> bool:
-    """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
-    places = np.flatnonzero(np.isin(classes, group.classes))
-    for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-        repeat, rest = divmod(len(run), len(group))
-        if rest or not np.array_equal(classes[run], np.repeat(group.classes, repeat)):
-            return False
-    return True
+        run = np.cumsum(block != np.roll(block, 1))
+        positions = np.lexsort((self.late[classes], run))
+        return positions[self.live[classes[positions]]]
 
 
 def _implants(
@@ -176,9 +169,9 @@ def _input_selections(groups: Groups, live: Bools) -> Iterable[InputSelectionSte
             )
 
 
-def _output_scatters(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
+def _output_scatters(groups: Groups, sorting: _Sorting) -> Iterable[OutputScatterStep]:
     for scatter in groups.rewiring.output_scatters:
-        narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
+        narrow, wide = sorting.order(scatter.narrow), sorting.order(scatter.wide)
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)
         if index != tuple(range(len(wide))):
