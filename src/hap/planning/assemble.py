@@ -10,8 +10,7 @@ from hap.groups.types import Bools, ConvGeometry, Group, Ints
 from hap.groups.unprunable_summary import unprunable_in_words
 from hap.implants import Implant
 from hap.planning.cost import CostModel
-from hap.planning.plan import Indices, Plan
-from hap.planning.steps import Cut, ImplantStep, InputSelectionStep, OutputScatterStep, SetSizeStep
+from hap.planning.plan import Cut, ImplantStep, Indices, InputSelectionStep, OutputScatterStep, Plan, SetSizeStep
 
 
 def draft(

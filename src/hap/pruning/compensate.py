@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.calibration import grams, regress
-from hap.planning.plan import Plan
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut, Plan
 
 
 def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Module:

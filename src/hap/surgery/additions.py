@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hap.groups.types import ConvGeometry
 from hap.implants import ImplantModule
-from hap.planning.plan import Plan
-from hap.planning.steps import ImplantStep, InputSelectionStep, OutputScatterStep
+from hap.planning.plan import ImplantStep, InputSelectionStep, OutputScatterStep, Plan
 
 
 def has_additions(model: nn.Module) -> bool:

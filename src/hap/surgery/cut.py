@@ -10,11 +10,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from hap.execution.calling import forgetting_caches
 from hap.implants import ImplantModule
-from hap.planning.plan import Plan
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut, Plan
 from hap.surgery.additions import attach_implant, attach_input_selection, attach_output_scatter, build_implants
 from hap.surgery.multihead_attention import FewerHeads
 from hap.utils.module_tree import named_tensors
+
 
 def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
     """The shape of the pruned model, in place: implants get start values that a checkpoint is about to overwrite."""
