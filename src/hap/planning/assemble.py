@@ -33,19 +33,19 @@ def draft(
     groups = groups if implant is None else implant.prepared(groups)
     gone = {n: _indices(groups, n, units) for n, units in removed.items()}
     replaced = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
-    for name, units in replaced.items():
-        if both := set(gone.get(name, [])) & set(units):
-            raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
-        if units and implant is None:
-            raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
     kept, marked = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
     for name, units in gone.items():
         kept[groups[name].classes[units]] = False
-    for name, units in replaced.items():
-        marked[groups[name].classes[units]] = True
-        able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
+    for name, units in ((n, u) for n, u in replaced.items() if u):
+        if both := set(gone.get(name, [])) & set(units):
+            raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
+        if implant is None:
+            raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
+        classes = groups[name].classes[units]
+        able = implant.eligible(groups)[classes]
         if not able.all():
             raise HapError(f"unit {units[int(np.argmin(able))]} of {name!r} cannot be replaced by {implant}")
+        marked[classes] = True
     return assemble(groups, kept, marked, implant, cost)
 
 
@@ -53,9 +53,8 @@ def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
     if name not in groups:
         raise HapError(f"there is no group {name!r}; expected one of {', '.join(groups)}")
     listed, size = [int(u) for u in units], len(groups[name])
-    if listed and not (min(listed) >= 0 and max(listed) < size):
-        wrong = next(u for u in listed if not 0 <= u < size)
-        raise HapError(f"unit {wrong} of {name!r} does not exist; units go from 0 to {size - 1}")
+    if wrong := [u for u in listed if not 0 <= u < size]:
+        raise HapError(f"unit {wrong[0]} of {name!r} does not exist; units go from 0 to {size - 1}")
     return listed
 
 
@@ -71,12 +70,12 @@ def assemble(
     layers = {} if implant is None else implant.layers(groups)
     sorting = _Sorting(groups, live, implanted & bool(layers))
     order = {key: sorting.order(classes) for key, classes in groups.axes.items()}
-    grafts, rows_left = _implants(groups, layers, implanted, order)
-    cuts = []
-    for key, classes in groups.axes.items():
-        keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
-        if not np.array_equal(keep, np.arange(len(classes))):
-            cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
+    grafts = _take_implants(groups, layers, implanted, order)
+    cuts = (
+        Cut(*key, len(groups.axes[key]), tuple(keep.tolist()))
+        for key, keep in order.items()
+        if not np.array_equal(keep, np.arange(len(groups.axes[key])))
+    )
     cost = cost or CostModel(groups, implant)
     gone = set(np.flatnonzero(~live).tolist())
     turns = tuple(s for s in groups.head_spaces if implanted[groups[s.group].classes[s.unit]])
@@ -135,11 +134,11 @@ class _Sorting:
         return positions[self.live[classes[positions]]]
 
 
-def _implants(
-    groups: Groups, layers: Mapping[str, ConvGeometry], implanted: Bools, order: Mapping[tuple[str, int], Ints]
-) -> tuple[list[ImplantStep], dict[str, Ints]]:
-    """The implants, and the rows that stay in each weight and bias that gets one."""
-    grafts, rows_left = [], {}
+def _take_implants(
+    groups: Groups, layers: Mapping[str, ConvGeometry], implanted: Bools, order: dict[tuple[str, int], Ints]
+) -> list[ImplantStep]:
+    """The implants. What they compute is taken out of the rows that stay of weights and biases."""
+    grafts = []
     for weight, geometry in layers.items():
         rows = order[weight, 0]
         late = implanted[groups.axes[weight, 0][rows]]
@@ -147,9 +146,10 @@ def _implants(
             mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
             natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
             grafts.append(ImplantStep(geometry.module, weight, tuple(rows[late].tolist()), natural))
-            rows_left[weight] = rows[~late]
-            rows_left[f"{geometry.module}.bias" if geometry.module else "bias"] = rows[~late]
-    return grafts, rows_left
+            for name in (weight, f"{geometry.module}.bias".lstrip(".")):
+                if (name, 0) in order:
+                    order[name, 0] = rows[~late]
+    return grafts
 
 
 def _sizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
