@@ -163,10 +163,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class ImplantStep:
-    """Rows of a convolution's weight that an implant computes instead.
-
-    The module's output is [remaining rows | implanted rows]; `order`, if not None, rearranges that.
-    """
+    """Rows of a convolution's weight that an implant computes instead. The module's output is [remaining rows |
+    implanted rows]; `order`, if not None, rearranges that."""
 
     module: str
     weight: str
@@ -182,10 +180,8 @@ class ImplantStep:
 
 @dataclass(frozen=True)
 class OutputScatterStep:
-    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero.
-
-    The output of its weight in the forward of the module `inside`, where that is given.
-    """
+    """Index i of axis `dim` of the module's output becomes index[i] of `width` indices, the others are zero. Where
+    `inside` is given, that is the output of its weight in the forward of the module `inside`."""
 
     module: str
     index: tuple[int, ...]
@@ -221,10 +217,8 @@ class SetSizeStep:
 
 @dataclass(frozen=True)
 class InputSelectionStep:
-    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone.
-
-    Its weight does, in the forward of the module `inside`, where that is given.
-    """
+    """Of axis `dim` (of length `size`) of an argument, by place or name, the module gets these indices alone; where
+    `inside` is given, its weight does, in the forward of the module `inside`."""
 
     module: str
     argument: int | str
