@@ -27,7 +27,7 @@ from checks import (
     traced,
 )
 from hap.groups.groups import Groups
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut
 from hap.surgery.cut import cut_tensors
 from hap.surgery.multihead_attention import FewerHeads
 

@@ -16,12 +16,9 @@ Shape = Sequence[int]
 
 
 class Counter(FlopCounterMode):
-    """Torch's counter with more matrix products, which also notes the operators that it passes over.
-
-    `uncounted` says how often each of them ran; pure views move no data and are not noted. Those in `unknown` are or
-    may be matrix products. An einsum that sums over nothing, or over an axis of length 1, is a pointwise product to
-    torch. It is counted as the matrix product that it would be with any other length.
-    """
+    """Torch's counter with more matrix products, which also notes the operators that it passes over: `uncounted` says
+    how often each of them ran, but for pure views, and those in `unknown` are or may be matrix products. An einsum that
+    sums over nothing, or over an axis of length 1, is a pointwise product to torch; here it is a matrix product."""
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_formulas())
@@ -143,10 +140,8 @@ _NO_PRODUCTS = re.compile(r"vector_norm|cross|check_errors|powsum|_cell$|_weight
 
 
 def _may_multiply(name: str, given: Any) -> bool:
-    """Whether an operator is a product by its name, or one that is not torch's with operands like those of a product.
-
-    That is two matrices, or tensors with more axes, that are equally long along some axis.
-    """
+    """Whether an operator is a product by its name, or one that is not torch's with operands like those of a product:
+    two matrices, or tensors with more axes, that are equally long along some axis."""
     kind, _, short = name.partition("::")
     if _NO_PRODUCTS.search(short):
         return False

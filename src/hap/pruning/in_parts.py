@@ -25,15 +25,18 @@ NAMED = 8
 """So many parts are named."""
 OUTSIDE = "the example does not run it, or code that chooses by value uses it"
 SINGLE = "a part by itself, and what passes between parts is kept"
+ALL_REASONS = "; print(hap.trace(model, example)) has all reasons"
+ALL_REASONS_OF_PARTS = (
+    "; it is pruned in parts, and what passes between them is kept: take view = hap.parts(model, example), and "
+    "print(hap.trace(view, view.example)) has all reasons"
+)
 
 
 def trace_whole_or_parts(
     model: nn.Module, example: Any, coupling: str, ignore: Sequence[str], stream: bool
 ) -> tuple[Groups, Parts | None]:
-    """The groups of the model and None, or those of its parts and a view of these, which a warning names.
-
-    HapError if nothing can be removed.
-    """
+    """The groups of the model and None, or those of its parts and a view of these, which a warning names. HapError if
+    nothing can be removed."""
     view = view_where_it_chooses(model, example)
     subject, inputs = (model, example) if view is None else (view, view.example)
     try:
@@ -45,7 +48,8 @@ def trace_whole_or_parts(
         groups = _as_parts(model, example, view, groups)
     if not len(groups):
         check_finite(model)
-        raise HapError(_nothing(groups, view) + _hint(model, example, view))
+        more = ALL_REASONS if view is None else ALL_REASONS_OF_PARTS
+        raise HapError(nothing_in_words(groups) + more + _hint(model, example, view))
     return groups, view
 
 
@@ -84,16 +88,6 @@ def _hint(model: nn.Module, example: Any, view: Parts | None) -> str:
     if not takes or "use_cache" in call_arguments(example)[1]:
         return ""
     return '. A cache of keys and values keeps torch.export from larger parts: give the example "use_cache": False'
-
-
-def _nothing(groups: Groups, view: Parts | None) -> str:
-    """Why nothing can be removed, and how to see more of it."""
-    if view is None:
-        return f"{nothing_in_words(groups)}; print(hap.trace(model, example)) has all reasons"
-    return (
-        f"{nothing_in_words(groups)}; it is pruned in parts, and what passes between them is kept: take "
-        "view = hap.parts(model, example), and print(hap.trace(view, view.example)) has all reasons"
-    )
 
 
 def check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:
