@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -22,15 +22,18 @@ SEVERAL, MOST_ROUNDING = 4.0, 1e-3
 """Rounding that was measured may be so many times larger in another order of sums, and is never more than this."""
 VALUES = "the value of output"
 """How a difference begins that more precision could settle."""
+Modes = tuple[type[AbstractContextManager[Any]], ...]
+WATCHED: Modes = (NoEmptyHeads,)
+SAMPLED: Modes = (NoEmptyHeads, SampledConvolutions)
+FUSED: Modes = ()
+"""Modes to run a model in; without any torch may take its fused kernels."""
 
 
-def output_tensors(model: nn.Module, example: Any, watched: bool = True, sampled: bool = False) -> list[Any]:
-    """All that a model returns on an example, in one list.
-
-    Unless it is `watched`, torch may take its fused kernels. If it is `sampled`, convolutions of large maps are
-    computed at some places alone: see `sampled_convolution`.
-    """
-    with NoEmptyHeads() if watched else nullcontext(), SampledConvolutions() if sampled else nullcontext():
+def output_tensors(model: nn.Module, example: Any, modes: Modes = WATCHED) -> list[Any]:
+    """All that a model returns on an example, in one list, while it runs in these modes."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode())
         return [_real(x) for x in pytree.tree_leaves(plain_outputs(run(model, example)))]
 
 
@@ -91,17 +94,14 @@ def measured_rounding(model: nn.Module, example: Any) -> dict[torch.dtype, float
     """
     random = torch.Generator().manual_seed(0)
     real = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point()}
-    changed = {name: p * (1 + torch.finfo(p.dtype).eps * _signs(p, random)) for name, p in real.items()}
+    signs = {name: torch.randn(p.shape, generator=random).sign().to(p) for name, p in real.items()}
+    changed = {name: p * (1 + torch.finfo(p.dtype).eps * signs[name]) for name, p in real.items()}
     tolerance = dict(TOLERANCE)
     for a, b in zip(output_tensors(model, example), output_tensors(copy_with(model, changed), example), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point() and a.numel() and (most := largest(a)) > 0:
             off = SEVERAL * largest(a - b) / most
             tolerance[a.dtype] = max(tolerance.get(a.dtype, 0.0), min(off, MOST_ROUNDING) if math.isfinite(off) else 0)
     return tolerance
-
-
-def _signs(like: Tensor, random: torch.Generator) -> Tensor:
-    return (torch.randint(0, 2, like.shape, generator=random) * 2 - 1).to(like)
 
 
 def is_float32(model: nn.Module) -> bool:
