@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.calling import hooked, run
-from hap.execution.compare_outputs import example_in_float64, output_tensors
 from hap.execution.fast_copy import deepcopied
+from hap.execution.model_outputs import example_in_float64, output_tensors
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, HeadSlice, HeadSpace

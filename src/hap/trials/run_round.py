@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hap.execution.calling import draws_random_numbers
-from hap.execution.compare_outputs import difference, in_float64, is_float32, output_tensors
 from hap.execution.fast_copy import copy_with
+from hap.execution.model_outputs import difference, in_float64, is_float32, output_tensors
 from hap.graph.capture import Asked, exporting, modules_in
 from hap.groups.groups import Groups
 from hap.groups.types import Ints, SizeAttribute

@@ -51,10 +51,9 @@ class TrialResult:
 def find_unprunable(subject: Subject, among: Sequence[str] | None = None) -> TrialResult:
     """Remove parts of all groups from copies of a model, run these, and find which groups do not fit.
 
-    A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute such as
-    `num_heads`; running it does. What an untrained model hands on may come to so little that attention looks at all
-    alike: heads that cannot be told apart are tried again with larger weights. If only these groups are `among` those
-    in question, all others are known to fit, and no attributes and heads are looked for.
+    What an untrained model hands on may come to so little that attention looks at all alike: heads that cannot be told
+    apart are tried again with larger weights. If only these groups are `among` those in question, all others are known
+    to fit, and no attributes and heads are looked for.
     """
     with_units = [name for (name, _), classes in subject.groups.axes.items() if classes.any()]
     model, example = touched(subject.model, subject.example, with_units)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import in_float64
 from hap.execution.fast_copy import copy_with
 from hap.execution.masked_execution import SparseWeight
+from hap.execution.model_outputs import in_float64
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
 from hap.surgery.cut import cut_tensors, shortened, update_modules_

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hap.execution.calling import call_arguments, call_with, copied, differentiable, eval_mode
-from hap.execution.compare_outputs import difference, in_float64, output_tensors
 from hap.execution.fast_copy import copy_with
-from hap.execution.model_outputs import float_outputs
+from hap.execution.model_outputs import difference, float_outputs, in_float64, output_tensors
 
 NO_EFFECT = 1e-6
 """Rows of weights that change outputs so many times less than others of their heads may have no effect at all."""

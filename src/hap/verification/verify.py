@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import (
+from hap.execution.fast_copy import copy_with
+from hap.execution.masked_execution import SkippingZeros
+from hap.execution.model_outputs import (
     FUSED,
     SAMPLED,
     TOLERANCE,
@@ -16,14 +18,12 @@ from hap.execution.compare_outputs import (
     WATCHED,
     Modes,
     difference,
+    float_outputs,
     is_float32,
     largest,
     measured_rounding,
     output_tensors,
 )
-from hap.execution.fast_copy import copy_with
-from hap.execution.masked_execution import SkippingZeros
-from hap.execution.model_outputs import float_outputs
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
@@ -133,7 +133,7 @@ def _run_both(
     """What the pruned model returns, and what the one with zeros does, which is not run if that is `wanted` already."""
     fails = "fails with" if modes else "fails in torch's fused kernels with"
     try:
-        seen = output_tensors(comparison.pruned(), comparison.example, modes)
+        seen = output_tensors(comparison.pruned(), comparison.example, modes=modes)
     except Misfit:
         raise
     except Exception as error:
@@ -152,7 +152,7 @@ def masked_outputs(comparison: Comparison, skip_zeros: bool = False, modes: Mode
     masked, sparse = comparison.masked(skip_zeros)
     try:
         with SkippingZeros(sparse) if skip_zeros else nullcontext():
-            return output_tensors(masked, comparison.example, modes)
+            return output_tensors(masked, comparison.example, modes=modes)
     except Exception:
         if not skip_zeros:
             raise
