@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.execution.calling import call_arguments, describe
-from hap.execution.compare_outputs import example_in_float64
+from hap.execution.model_outputs import example_in_float64
 from hap.utils import distributed
 from huggingface import library, small
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap.execution import compare_outputs, masked_execution
+from hap.execution import masked_execution, model_outputs
 from hap.execution.masked_execution import ATTENTION
 from hap.graph.capture import capture
 from hap.graph.index import GraphIndex
@@ -119,7 +119,7 @@ def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed:
 
 
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compare_outputs.TOLERANCE, torch.float32, 0.0)
+    monkeypatch.setitem(model_outputs.TOLERANCE, torch.float32, 0.0)
     doubled = counting(monkeypatch, run_round, "in_float64")
     model = nn.Sequential(Heads(6), Hidden(), Heads(6))
     groups = hap.trace(model, example().float())

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import Argument, ForPython, HapError, optional_package
 from hap.execution.calling import call_arguments, eval_mode, seeded
-from hap.execution.compare_outputs import difference, output_tensors
-from hap.execution.model_outputs import returning_plain_outputs
+from hap.execution.model_outputs import difference, output_tensors, returning_plain_outputs
 from hap.graph.capture import start_autograd
 from hap.io.fold_batchnorm import fold_batchnorms
 from hap.utils.atomic_files import write_atomic

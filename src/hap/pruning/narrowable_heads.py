@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calling import run
-from hap.execution.compare_outputs import in_float64, output_tensors
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked, run
+from hap.execution.model_outputs import in_float64, output_tensors
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, HeadSlice, HeadSpace

@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calibration import pairs
-from hap.execution.calling import call_arguments, call_with, copied
-from hap.execution.double_backward import differentiable
+from hap.execution.calling import call_arguments, call_with, copied, differentiable
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Ints, Producer
 from hap.utils import distributed

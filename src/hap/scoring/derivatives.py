@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked
 from hap.scoring.base import ScoringContext
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked
 from hap.groups.groups import Groups
 from hap.groups.types import Producer
 from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, samples, unit_map

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked
 from hap.scoring.base import Batch, ScoringContext, samples
 from hap.scoring.derivatives import Tap, affine_norms, backward
 from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph

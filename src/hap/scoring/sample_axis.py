@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, call_with, copied
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import call_arguments, call_with, copied, hooked
 from hap.scoring.base import Batch, ScoringContext, as_hap_error, samples
 
 Calls = dict[str, list[Tensor]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import difference, in_float64, is_float32, output_tensors
+from hap.execution.model_outputs import difference, in_float64, is_float32, output_tensors
 from hap.groups.types import HeadSlice, HeadSpace
 
 CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-6}
