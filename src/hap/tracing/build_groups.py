@@ -8,22 +8,26 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from hap.errors import HapError
+from hap.graph.nodes import is_pointwise, schema_name, short_name
 from hap.groups.components import occurring
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
-from hap.groups.types import (
-    Group,
-    Ints,
-    Producer,
-    Rewiring,
-    SizeAttribute,
-    TracedCosts,
-    Traits,
-)
+from hap.groups.types import Frozen, Group, Ints, Producer, Rewiring, SizeAttribute, TracedCosts, Traits
+from hap.groups.unprunable_summary import layer_of
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, same_along
-from hap.tracing.unprunable import ASKED, STREAM, find_untouched
+from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, long_axes, same_along
+from hap.tracing.rules.registry import NO_RULE, RULES
+from hap.tracing.rules.structural import structural
+from hap.tracing.training_branches import ALONE
 from hap.tracing.zero_padding import pad_with_zeros
+
+OUTPUT = "an output of the model"
+STREAM = "the residual stream; ask for it with stream=True"
+ASKED = "left alone as asked"
+EXPECTED = frozenset((OUTPUT, STREAM, ASKED, ALONE))
+"""Why something stays that nobody expects to go."""
+NEVER_CUT = "meets something that is never cut"
+NOT_KNOWN = "uses a weight in a way that is not understood"
 
 
 class GroupsBuilder:
@@ -45,7 +49,7 @@ class GroupsBuilder:
         uses = Counter(term.weight for term in costs.weights)
         shared = next((w for w, n in uses.items() if n > 1), None)
         whole = [x for x, dims in flow.seen_whole if _one_of_several(root[x], dims)]
-        untouched = find_untouched(context.index, store, norms if not self.stream else None, axes)
+        untouched = _untouched(context, axes, self.stream)
         groups = Groups(
             coupling=self.coupling,
             groups=_group_units(store, axes, feeds),
@@ -213,3 +217,51 @@ def _group_units(store: LabelStore, axes: dict[tuple[str, int], Ints], feeds: In
             raise HapError(f"{key[0]} is taken to compute units along two of its axes, which is an error of HAP")
         groups[name] = Group(name, classes, tuple(producers[g]), tuple(consumers[g]))
     return groups
+
+
+# ---- what stays whole that a user would expect to shrink -------------------------------------------------------------
+
+
+def _untouched(context: RuleContext, axes: dict[tuple[str, int], Ints], stream: bool) -> dict[str, Frozen]:
+    """The parameters that no class of `axes` cuts though one could expect it, each with a reason.
+
+    Not expected are what a model gives out, the residual `stream` unless it was asked for, what is left alone as asked,
+    and what training alone runs. All that is frozen is one class, so labels are joined once more without that class.
+    """
+    index, store = context.index, context.store
+    root = store.bonded()
+    reason = np.full(len(root), len(store.causes))
+    for number, (labels, _) in enumerate(store.causes):
+        reason[root[labels]] = np.minimum(reason[root[labels]], number)
+    expected = occurring(len(root), (root[labels] for labels, cause in store.causes if cause.why in EXPECTED))
+    expected[0] = True
+    if not stream:
+        expected[context.norms.stream(root)] = True
+    cut = {name for (name, _), classes in axes.items() if classes.any()}
+    readers: dict[str, list[fx.Node]] = {}
+    for node, name in index.parameters.items():
+        readers.setdefault(name, []).extend(node.users)
+    found = {}
+    for name in sorted(n for n in index.trainable - cut if readers.get(n)):
+        dims = long_axes(index.shapes[name])
+        seen = [(name, d) for d in dims if (name, d) in store.axes and store.axes[name, d].any()]
+        stays = {key: x[~expected[x]] for key in seen if not expected[x := root[store.axes[key]]].all()}
+        first = reason[concatenated([*stays.values()])].min(initial=len(store.causes))
+        if first < len(store.causes):
+            found[name] = store.causes[first][1]
+        elif any(store.roles[key] == "out" for key in stays):
+            found[name] = Frozen(layer_of(name), NEVER_CUT)
+        elif dims and not seen and all(store.roles.get((name, d), "free") == "free" for d in dims):
+            found[name] = _unknown_use(readers[name])
+    return found
+
+
+def _unknown_use(readers: list[fx.Node]) -> Frozen:
+    """The first operator that computes with a weight, which may be moved before, and has no rule; or else the first."""
+    computing = []
+    for node in readers:
+        while RULES.get(schema_name(node)) is structural and node.users:
+            node = next(iter(node.users))
+        computing.append(node)
+    unknown = [n for n in computing if schema_name(n) not in RULES and not is_pointwise(n)]
+    return Frozen(short_name((unknown or computing)[0]), NO_RULE if unknown else NOT_KNOWN)

@@ -21,12 +21,11 @@ from hap.graph.nodes import ends_branch, is_sum, keeps_zero
 from hap.groups.components import occurring
 from hap.groups.groups import Groups
 from hap.groups.types import OutputScatter, SizeAttribute
-from hap.tracing.build_groups import GroupsBuilder
+from hap.tracing.build_groups import OUTPUT, GroupsBuilder
 from hap.tracing.context import RuleContext
 from hap.tracing.labels import classes_of_labels, zeros
 from hap.tracing.rules.registry import apply
 from hap.tracing.training_branches import ALONE, TrainingOnly, branch_of, training_only, warn_of_idle
-from hap.tracing.unprunable import OUTPUT
 from hap.trials.repeated_blocks import find_repeats
 from hap.trials.run_round import Subject
 from hap.trials.search import find_unprunable
