@@ -15,7 +15,7 @@ from hap.groups.transformer_blocks import heads
 from hap.groups.types import Frozen, Group, Ints, Producer, Rewiring, SizeAttribute, TracedCosts, Traits
 from hap.groups.unprunable_summary import layer_of
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, long_axes, same_along
+from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, long_axes, varying_axes
 from hap.tracing.rules.registry import NO_RULE, RULES
 from hap.tracing.rules.structural import structural
 from hap.tracing.training_branches import ALONE
@@ -48,7 +48,7 @@ class GroupsBuilder:
         costs, norms, flow = context.costs, context.norms, context.flow
         uses = Counter(term.weight for term in costs.weights)
         shared = next((w for w, n in uses.items() if n > 1), None)
-        whole = [x for x, dims in flow.seen_whole if _one_of_several(root[x], dims)]
+        whole = [x for x, dims in flow.seen_whole if (varying := varying_axes(root[x])) and varying.isdisjoint(dims)]
         untouched = _untouched(context, axes, self.stream)
         groups = Groups(
             coupling=self.coupling,
@@ -138,7 +138,9 @@ class GroupsBuilder:
         found: dict[tuple[str, str, int], dict[bytes, Ints]] = {}
         modules = self.context.index.modules
         for it in (x for x in self.store.reshaped if x.labels.numel() and x.module in modules):
-            for classes in _counted_axes(self.root[it.labels.numpy()]):
+            grid = self.root[it.labels.numpy()]
+            if len(varying := [*varying_axes(grid)]) == 1:
+                classes = np.moveaxis(grid, varying[0], 0).reshape(grid.shape[varying[0]], -1)[:, 0].copy()
                 for attribute, entry in _integers(modules[it.module], len(classes), it.part):
                     found.setdefault((it.module, attribute, entry), {})[classes.tobytes()] = classes
         return [
@@ -153,15 +155,8 @@ class GroupsBuilder:
 
     def sliced_classes(self) -> Ints:
         """Classes of tensors that are sliced along an axis that is cut. An end beyond what is left raises nothing."""
-        cut = [labels for labels, dim in self.context.wiring.sliced if not same_along(self.root[labels], [dim])]
+        cut = [labels for labels, dim in self.context.wiring.sliced if dim in varying_axes(self.root[labels])]
         return np.array(_removable(self.root, cut), np.int64)
-
-
-def _counted_axes(grid: Ints) -> Iterator[Ints]:
-    """The classes along axes at each index of which there is one, and not the same one at all."""
-    for dim, size in enumerate(grid.shape):
-        if size > 1 and same_along(grid, [d for d in range(grid.ndim) if d != dim]) and not same_along(grid, [dim]):
-            yield np.moveaxis(grid, dim, 0).reshape(size, -1)[:, 0].copy()
 
 
 def _integers(module: nn.Module, size: int, part: int | None) -> Iterator[tuple[str, int]]:
@@ -176,11 +171,6 @@ def _integers(module: nn.Module, size: int, part: int | None) -> Iterator[tuple[
         for entry, number in enumerate(value if several else [value]):
             if type(number) is int and number == size and (part in (None, entry) or not several):
                 yield attribute, entry
-
-
-def _one_of_several(grid: Ints, dims: list[int]) -> bool:
-    """Whether the entries are the same all along these axes, and not along all."""
-    return same_along(grid, dims) and not same_along(grid, list(range(grid.ndim)))
 
 
 def _removable(root: Ints, labels: Iterable[Ints]) -> list[int]:

@@ -26,11 +26,8 @@ ADDING = having(Trait.ADDS)
 
 @dataclass
 class CostFindings:
-    """Multiply-adds: of weights, of activations with each other, and those that nothing changes.
-
-    `uncounted` are operators that may be matrix products; `direct` are weights of layers that use them as they are;
-    `geometries` are those of two-dimensional convolutions; `curved` is the first operator that is not piecewise linear.
-    """
+    """What becomes `TracedCosts`; `direct` are weights of layers that use them as they are, `curved` is the first
+    operator that is not piecewise linear."""
 
     weights: list[WeightMacs] = field(default_factory=list)
     activations: list[ActivationMacs] = field(default_factory=list)
@@ -43,10 +40,8 @@ class CostFindings:
 
 @dataclass
 class NormFindings:
-    """Labels that are `spanned` by a norm or average, those of them under a real norm or mean, and `summed` branches.
-
-    `scales` are the weights of batch normalisations.
-    """
+    """Weights of batch normalisations, labels that are `spanned` by a norm or average, those of them under a real norm
+    or mean, and sums of branches."""
 
     scales: list[str] = field(default_factory=list)
     spanned: list[Ints] = field(default_factory=list)
@@ -77,11 +72,10 @@ class WiringFindings:
 class Dataflow:
     """Which layers feed which operators, and where what they compute is multiplied, as in attention.
 
-    `layers` multiply by weights, and `written` counts the values that they compute. `sources` are the layers, tables
-    and sums of branches that a result is computed from, with none of these in between. `products` says of results, as
-    far as these go, whether they are computed from a product of what layers compute. `operands` are labels that enter
-    such a product, or leave a layer that reads one, as attention's output layer does; `seen_whole` tensors with the
-    axes along which a product sees all of each thing, such as of a head.
+    `layers` multiply by weights and write so many values. `sources` are the layers, tables and sums of branches that a
+    result is computed from, `products` says whether there is a product of what layers compute among them. `operands`
+    are labels that enter such a product, or leave a layer that reads one, as attention's output layer does;
+    `seen_whole` tensors with the axes along which a product sees all of each thing, such as of a head.
     """
 
     layers: set[fx.Node] = field(default_factory=set)
@@ -116,13 +110,8 @@ class Dataflow:
 class RuleContext:
     """What a rule works with: `rule(context, node)` returns the labels of the node's result.
 
-    Ask: `labels(node)`, `entering(node)`, `weight_view(node)`, `parameter(node)`, `module(node)`.
-    Label a weight: `tie_inputs` what it reads, `outputs` what it computes, `tie_bias`, `axis`, `tie`, `fresh`.
-    Decide: `join` labels that share one fate, `freeze` labels that stay, `hold` those that stay as many as they are.
-    Note what it costs: `contraction`, `activation_product`.
-    Note what the checks have to know: `spans`, `sized`, `reshaped`.
-
-    What single rules find out goes into `costs`, `norms`, `wiring` and `flow`.
+    docs/extending.md lists what a rule may call. What single rules find out goes into `costs`, `norms`, `wiring` and
+    `flow`.
     """
 
     def __init__(self, index: GraphIndex, store: LabelStore | None = None):

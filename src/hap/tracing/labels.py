@@ -166,13 +166,13 @@ def classes_of_labels(store: LabelStore) -> Ints:
 
 
 def _partial(store: LabelStore, root: Ints) -> bool:
-    """Decide on operands that have some of the axes alone along which labels vary; True if that joined anything.
+    """Decide on operands that know some axes alone; True if that joined anything.
 
     A rotary table has a value for each position in a head but knows no heads. Where whole heads go it has no say,
     and is not cut itself; where single positions could go, it would have to follow.
     """
     for it in store.partial:
-        whole_go = same_along(root[it.labels], it.dims)
+        whole_go = varying_axes(root[it.labels]).isdisjoint(it.dims)
         left, right = np.broadcast_arrays(np.zeros(1, np.int64) if whole_go else it.labels, it.others)
         if not np.array_equal(root[left], root[right]):
             store.join(left, right)
@@ -185,14 +185,10 @@ def _rectangular(store: LabelStore, root: Ints) -> bool:
 
     Where labels vary along several axes, such as (query, key, value) x width, those along the shortest are joined.
     """
-    joined = False
-    for it in store.reshaped:
-        grid = root[it.labels.numpy()]
-        varying = long_axes(grid.shape)
-        if len(varying) > 1 and not any(same_along(grid, [o for o in varying if o != d]) for d in varying):
-            store.join(grid, grid.take([0], min(varying, key=grid.shape.__getitem__)))
-            joined = True
-    return joined
+    grids = [grid for it in store.reshaped if len(varying_axes(grid := root[it.labels.numpy()])) > 1]
+    for grid in grids:
+        store.join(grid, grid.take([0], min(long_axes(grid.shape), key=grid.shape.__getitem__)))
+    return bool(grids)
 
 
 def _constant(store: LabelStore, root: Ints) -> bool:
@@ -201,7 +197,7 @@ def _constant(store: LabelStore, root: Ints) -> bool:
     Where all that goes is taken from other axes, such as whole groups of heads with their keys, it need not stay.
     """
     for it in store.constant:
-        if root[it.others].any() and not same_along(root[it.labels], it.dims):
+        if root[it.others].any() and not varying_axes(root[it.labels]).isdisjoint(it.dims):
             store.freeze(it.others, "index", "a constant position is counted past it")
             return True
     return False
@@ -233,10 +229,9 @@ def compress(labels: Tensor) -> Tensor:
         return labels
     for dim in (d for d, size in enumerate(labels.shape) if size > 1 and labels.stride(d) == 0):
         labels = labels.narrow(dim, 0, 1)
-    for dim in (d for d, size in enumerate(labels.shape) if size > 1):
-        alike = torch.equal(labels.select(dim, 0), labels.select(dim, 1))  # which most often tells
-        if alike and bool((labels == labels.narrow(dim, 0, 1)).all()):
-            labels = labels.narrow(dim, 0, 1)
+    for dim in long_axes(labels.shape):
+        first = labels.narrow(dim, 0, 1)
+        labels = first if bool((labels == first).all()) else labels
     return labels
 
 
@@ -250,9 +245,9 @@ def long_axes(shape: tuple[int, ...]) -> list[int]:
     return [d for d, size in enumerate(shape) if size > 1]
 
 
-def same_along(grid: Ints, dims: list[int]) -> bool:
-    """Whether the entries do not change along these axes."""
-    return all(np.array_equal(grid, np.broadcast_to(grid.take([0], d), grid.shape)) for d in dims)
+def varying_axes(grid: Ints) -> set[int]:
+    """The axes along which the entries change."""
+    return {d for d in long_axes(grid.shape) if (grid != grid.take([0], d)).any()}
 
 
 def concatenated(arrays: list[Ints]) -> Ints:

@@ -135,10 +135,9 @@ def walk(context: RuleContext, coupling: str) -> RuleContext:
 
 
 def walk_training_branches(context: RuleContext, branches: TrainingOnly, coupling: str) -> None:
-    """Cut what runs in training alone with what it reads. What it computes for itself stays.
+    """Cut what runs in training alone with what it reads: labels of both graphs meet in the same parameters.
 
-    Labels go through the graph of training as they went through the other one, and meet in the same parameters. What
-    that graph costs, and what it shows of heads and norms, does not count: the model is evaluated by the other.
+    What it computes for itself stays. What the graph of training costs, and shows of heads and norms, does not count.
     """
     if (captured := branches.captured()) is None:
         return

@@ -50,10 +50,8 @@ class View:
 
 
 def find_views(index: GraphIndex, store: LabelStore) -> dict[fx.Node, Any]:
-    """Views by the nodes that make them, for all nodes whose every use is as a layer's weight or on the way to one.
-
-    Nodes on the way that are no views of one parameter stand for None, and several results for a list.
-    """
+    """Views by the nodes that make them, for all nodes whose every use is as a layer's weight or on the way to one: a
+    list for several results, None for nodes that are no views of one parameter."""
     graph = index.program.graph
     pure = set(index.parameters)
     for node in graph.nodes:
@@ -77,16 +75,13 @@ def find_views(index: GraphIndex, store: LabelStore) -> dict[fx.Node, Any]:
 
 
 def _usable(view: View | None, layers: list[fx.Node]) -> bool:
-    """Convolutions take their weights as they are stored, or computed element by element.
-
-    Products take one weight, or one for each of several, none of which is stretched over others.
-    """
-    if view is None:
+    """Convolutions take their weights as they are stored, or computed element by element. Products take one weight, or
+    one for each of several, none of which is stretched over others."""
+    if view is None or (not view.whole and any(map(ends_branch, layers))):
         return False
     several = tuple(len(index) for index in view.index)[:-2]
     read = [layer.all_input_nodes[0] for layer in layers if several and short_name(layer) in PRODUCTS]
-    alike = all(shape_of(x)[:-2] == several for x in read)
-    return alike and (view.whole or not any(ends_branch(layer) for layer in layers))
+    return all(shape_of(x)[:-2] == several for x in read)
 
 
 def _forget(views: dict[fx.Node, Any], node: fx.Node) -> None:

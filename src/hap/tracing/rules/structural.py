@@ -38,7 +38,8 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
         context.sized(*context.entering(node))
     if not isinstance(result, list | tuple):
         if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
-            context.wiring.sliced.append((context.labels(source).numpy(), int(arguments(node).get("dim", 0))))
+            dim = int(arguments(node).get("dim", 0)) % len(shape_of(source))
+            context.wiring.sliced.append((context.labels(source).numpy(), dim))
         context.reshaped(node, result)
         return result
     if short_name(node) in SPLITTING and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
