@@ -3,6 +3,7 @@
 What rules find out beside labels is kept by subject: costs, norms, wiring, and which layer feeds what.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +52,7 @@ class NormFindings:
 
     def stream(self, root: Ints) -> Ints:
         """The classes of what branches add up to and a norm averages over."""
-        found = np.intersect1d(root[concatenated(self.summed)], root[concatenated(self.normed)])
-        return np.setdiff1d(found, [0])
+        return np.setdiff1d(np.intersect1d(root[concatenated(self.summed)], root[concatenated(self.normed)]), [0])
 
 
 @dataclass
@@ -114,8 +114,8 @@ class RuleContext:
     `flow`.
     """
 
-    def __init__(self, index: GraphIndex, store: LabelStore | None = None):
-        self.index = index
+    def __init__(self, index: GraphIndex, store: LabelStore | None, rule: Callable[..., Any]):
+        self.index, self.rule = index, rule
         self.store = store = store or LabelStore(index.shapes, index.trainable)
         self.fresh, self.axis, self.tie = store.fresh, store.axis, store.tie
         self.join, self.freeze, self.hold = store.join, store.freeze, store.hold
@@ -133,12 +133,18 @@ class RuleContext:
         if node in self.index.parameters:
             return self.store.of_parameter(self.index.parameters[node])
         use = self.index.table_uses.get((node, self.reader)) if self.reader is not None else None
-        return self._entered(node, use) if node in self.index.tables else self.values[node]
+        return self._entered(node, use) if node in self.index.tables else self.result(node)
+
+    def result(self, node: fx.Node) -> Any:
+        """The labels of a node's result, or a list of them. A view of a weight has some if it is used otherwise too."""
+        if node in self.views and node not in self.values:
+            self.values[node] = self.rule(self, node)
+        return self.values[node]
 
     def _entered(self, table: fx.Node, use: TableUse | None) -> Tensor:
         """The labels of a table inside a module that picks its own part of it along the one axis where it varies."""
         if (table, use) not in self.entered:
-            labels = self.values[table]
+            labels = self.result(table)
             long = long_axes(labels.shape)
             if len(long) == 1 and varies(labels):
                 self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
@@ -153,8 +159,12 @@ class RuleContext:
 
     def entering(self, node: fx.Node) -> list[Tensor]:
         """The labels of all tensors that enter a node."""
-        known = [a for a in node.all_input_nodes if a in self.index.parameters or a in self.values]
-        return [x for x in pytree.tree_leaves([self.labels(a) for a in known]) if isinstance(x, Tensor)]
+        return [x for x in pytree.tree_leaves([self.labels(a) for a in self.labelled(node)]) if isinstance(x, Tensor)]
+
+    def labelled(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that enter a node and have labels."""
+        known = (self.index.parameters, self.values, self.views)
+        return [a for a in node.all_input_nodes if any(a in some for some in known)]
 
     def weight_view(self, node: Any) -> View | None:
         """What a layer's weight is made from, also transposed or in part; None if it is an activation."""

@@ -63,7 +63,7 @@ def rewrite(
     the same names, runs in eval mode (dropout and batch statistics are left out) and with the example's batch size.
     """
     program = capture(model, example).program
-    context = walk(RuleContext(GraphIndex(model, program, {})), "joint")
+    context = walk(GraphIndex(model, program, {}), "joint")
     builder = GroupsBuilder(context, "joint", describe(example), stream)
     sizes = list(_sizes(context))
     graph = _graph(program, sizes)
@@ -101,7 +101,7 @@ def _graph(program: torch.export.ExportedProgram, sizes: list[Size]) -> nn.Modul
 
 def _sizes(context: RuleContext) -> Iterator[Size]:
     for node in context.index.program.graph.nodes:
-        if node.op == "call_function" and node not in context.views:
+        if node.op == "call_function" and node in context.values:
             context.reader = node
             yield from _sizes_of(context, node)
 
