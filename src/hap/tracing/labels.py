@@ -17,8 +17,7 @@ from hap.groups.types import Frozen, Ints, OutputScatter
 
 @dataclass(frozen=True)
 class Undecided:
-    """What becomes of `others` depends on whether `labels` come to differ along axes `dims`: see `_partial` and
-    `_constant`."""
+    """What becomes of `others` depends on whether `labels` come to differ along axes `dims`."""
 
     labels: Ints
     others: Ints

@@ -33,21 +33,19 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
         result = _on_labels(context, node) if row is None else row
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(context, node, "an operator that cannot run on labels")
-    result = [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
-    if short_name(node) in SIZED and not _takes_the_rest(node, result):
+    several = isinstance(result, list | tuple)
+    parts = [compress(part) for part in (result if several else [result])]
+    if short_name(node) in SIZED and not _takes_the_rest(node, parts):
         context.sized(*context.entering(node))
-    if not isinstance(result, list | tuple):
-        if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
-            dim = int(arguments(node).get("dim", 0)) % len(shape_of(source))
-            context.wiring.sliced.append((context.labels(source).numpy(), dim))
-        context.reshaped(node, result)
-        return result
+    if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
+        dim = int(arguments(node).get("dim", 0)) % len(shape_of(source))
+        context.wiring.sliced.append((context.labels(source).numpy(), dim))
     if short_name(node) in SPLITTING and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
-        for part in result:  # a forward that asks for equal parts goes on getting the same ones
-            context.join(part.numpy(), result[0].numpy())
-    for i, part in enumerate(result):
-        context.reshaped(node, part, i)
-    return result
+        for part in parts:  # a forward that asks for equal parts goes on getting the same ones
+            context.join(part.numpy(), parts[0].numpy())
+    for number, part in enumerate(parts):
+        context.reshaped(node, part, number if several else None)
+    return parts if several else parts[0]
 
 
 def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
@@ -70,12 +68,12 @@ def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
     return cut[0]
 
 
-def _takes_the_rest(node: fx.Node, result: Any) -> bool:
+def _takes_the_rest(node: fx.Node, parts: list[Tensor]) -> bool:
     """Whether the one axis along which a reshaped tensor varies has the size -1, which follows whatever goes."""
     if short_name(node) not in ("reshape", "view"):
         return False
     sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
-    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, result.shape, strict=True) if long > 1)
+    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, parts[0].shape, strict=True) if long > 1)
 
 
 def _on_labels(context: RuleContext, node: fx.Node) -> Any:
@@ -85,8 +83,7 @@ def _on_labels(context: RuleContext, node: fx.Node) -> Any:
     do those along which elements are rolled.
     """
     name, value = short_name(node), node.meta["val"]
-    known = [a for a in node.all_input_nodes if a in context.index.parameters or a in context.values]
-    labels = {a: x for a in known if isinstance(x := context.labels(a), Tensor)}
+    labels = {a: x for a in context.labelled(node) if isinstance(x := context.labels(a), Tensor)}
     shapes, first = {a: list(shape_of(a)) for a in labels}, next(iter(labels))
     if name in RESHAPES and first.meta["val"].dtype == value.dtype and value.numel():
         return _reshaped(labels[first], shapes[first], list(shape_of(node)))
