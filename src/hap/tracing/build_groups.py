@@ -91,14 +91,10 @@ class GroupsBuilder:
         return self.build() if len(unable) else groups
 
     def settle(self, ignore: Sequence[str]) -> Groups:
-        """The groups without those to `ignore` and, unless it was asked for, without the residual stream.
-
-        Without what is averaged over and also reshaped by size too: values change with an average, so that no run could
-        tell whether the sizes are right.
-        """
+        """The groups without those to `ignore` and, unless it was asked for, without the residual stream."""
         groups, norms = self.build(), self.context.norms
         doubtful = np.intersect1d(self.root[concatenated(norms.averaged)], self.sized_classes())
-        if len(doubtful):
+        if len(doubtful):  # values change with an average
             self.store.hold(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
             groups = self.build()
         stream = norms.stream(self.root)
@@ -131,10 +127,7 @@ class GroupsBuilder:
         return self.root[labels.numpy()] if isinstance(labels, Tensor) else None
 
     def counting_attributes(self) -> list[SizeAttribute]:
-        """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`.
-
-        Or of one part of something split there, by sizes in a tuple.
-        """
+        """Integers of modules that equal the length of an axis of what is reshaped or split there, like `num_heads`."""
         found: dict[tuple[str, str, int], dict[bytes, Ints]] = {}
         modules = self.context.index.modules
         for it in (x for x in self.store.reshaped if x.labels.numel() and x.module in modules):
@@ -160,11 +153,8 @@ class GroupsBuilder:
 
 
 def _integers(module: nn.Module, size: int, part: int | None) -> Iterator[tuple[str, int]]:
-    """The attributes of a module, and the entries in tuples among them, that equal a size.
-
-    Of a tensor that is split, entry i of a tuple counts `part` i. `nn.MultiheadAttention` has a way of its own with
-    fewer heads.
-    """
+    """The attributes of a module, and the entries in tuples among them, that equal a size: that of `part` i of a tensor
+    that is split is in entry i. `nn.MultiheadAttention` has a way of its own with fewer heads."""
     own = {"num_heads": module.num_heads} if isinstance(module, nn.MultiheadAttention) else vars(module)
     for attribute, value in own.items():
         several = isinstance(value, tuple | list)

@@ -106,10 +106,8 @@ class LabelStore:
         self.held.append((distinct(labels), Frozen(what, why)))
 
     def of_parameter(self, name: str, looked_up: int | None = None) -> Tensor:
-        """A vector (up to axes of length 1, or one that is `looked_up` along) has labels of its own.
-
-        A matrix that is used freely is not cut at all.
-        """
+        """A vector (up to axes of length 1, or one that is `looked_up` along) has labels of its own; a matrix that is
+        used freely is not cut at all."""
         shape = self.shapes[name]
         long = long_axes(shape)
         if len(own := [d for d in long if d != looked_up]) == 1:
