@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hap.groups.components import distinct, merged, occurring
+from hap.groups.components import components, distinct, occurring
 from hap.groups.types import Frozen, Ints, OutputScatter
 
 
@@ -38,10 +38,10 @@ class LabelStore:
 
     Labels are the integers below `count`; label 0 is never removed. `axes` has the labels of parameter axes and `roles`
     says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `bonds` are pairs of
-    labels with one fate, as two rows, and `joined` what those before came to: see `bonded`. `zeros` share the fate of
-    label 0. `causes` are labels that are frozen and `held` labels that stay as many as they are, both with the reason.
-    `streams` join branches in `union` coupling. Operands that are `partial`, `constant` positions and tensors that are
-    `reshaped` are decided on when all else is known: see `classes_of_labels`.
+    labels with one fate, as two rows. `zeros` share the fate of label 0. `causes` are labels that are frozen and `held`
+    labels that stay as many as they are, both with the reason. `streams` join branches in `union` coupling. Operands
+    that are `partial`, `constant` positions and tensors that are `reshaped` are decided on when all else is known: see
+    `classes_of_labels`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], trainable: frozenset[str]):
@@ -49,7 +49,6 @@ class LabelStore:
         self.count = 1
         self.axes: dict[tuple[str, int], Ints] = {}
         self.roles: dict[tuple[str, int], str] = {}
-        self.joined: Ints = np.arange(1)
         self.bonds: list[Ints] = []
         self.zeros: list[Ints] = []
         self.causes: list[tuple[Ints, Frozen]] = []
@@ -118,10 +117,7 @@ class LabelStore:
 
     def bonded(self) -> Ints:
         """For each label the smallest one that shares its fate, whether or not they are frozen."""
-        known = np.append(self.joined, np.arange(len(self.joined), self.count))
-        self.joined = merged(known, *np.concatenate([np.zeros((2, 0), np.int64), *self.bonds], axis=1))
-        self.bonds = []
-        return self.joined
+        return components(self.count, *np.concatenate([np.zeros((2, 0), np.int64), *self.bonds], axis=1))
 
     def computed(self) -> list[Ints]:
         """The labels that layers compute."""
