@@ -23,7 +23,6 @@ from hap.execution import masked_execution, model_outputs
 from hap.execution.masked_execution import ATTENTION
 from hap.graph.capture import capture
 from hap.graph.index import GraphIndex
-from hap.tracing.context import RuleContext
 from hap.tracing.rules.structural import _reshaped
 from hap.tracing.trace import walk
 from hap.trials import removal_rounds, run_round
@@ -145,7 +144,7 @@ class Moving(nn.Module):
 def test_labels_are_not_written_out_over_space() -> None:
     model, image = Moving(), torch.zeros(1, 3, 256, 256)
     captured = capture(model, image)
-    context = walk(RuleContext(GraphIndex(model, captured.program, captured.called)), "joint")
+    context = walk(GraphIndex(model, captured.program, captured.called), "joint")
     sizes = [x.untyped_storage().nbytes() for x in context.values.values() if isinstance(x, Tensor)]
     assert max(sizes) <= 128 * 8
     assert len(hap.trace(model, image)["a"]) == 64

@@ -46,10 +46,12 @@ def rule(*families: str) -> Callable[[Rule], Rule]:
 
 def apply(context: RuleContext, node: fx.Node) -> Any:
     """The labels of a node's result, by its rule, or frozen if there is none."""
-    if context.costs.curved is None and not keeps_linear(context, node):
-        context.costs.curved = short_name(node)
+    outer, context.reader = context.reader, node
     handler = RULES.get(schema_name(node)) or (OF_FAMILIES["pointwise"] if is_pointwise(node) else None)
     labels = handler(context, node) if handler is not None else freeze_all(context, node, _unknown(node))
+    context.reader = outer
+    if context.costs.curved is None and not keeps_linear(context, node):
+        context.costs.curved = short_name(node)
     context.flow.follow(node, labels)
     return labels
 
