@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hap
 from hap.groups.groups import Groups
 from hap.tracing import trace
+from hap.trials.find_unprunable import Search
 from hap.trials.repeated_blocks import NONE, Repeats
-from hap.trials.search import Search
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from enum import Flag, auto
 class Trait(Flag):
     """What holds for an operator, whichever rule it has."""
 
-    LINEAR = auto()  # the result is, almost everywhere, linear in the activations that enter
+    PIECEWISE_LINEAR = auto()  # the result is, almost everywhere, linear in the activations that enter
     KEEPS_ZERO = auto()  # a function of one tensor that maps a channel of zeros to a channel of zeros
     SIZED = auto()  # it may have sizes among its arguments, which a forward may have hard-coded
     MULTIPLIES = auto()  # it multiplies by weights or activations with each other, and the multiply-adds are counted
@@ -49,7 +49,7 @@ def _declare(family: str, traits: Trait, names: str, in_place: bool = True) -> N
             OPERATORS[known] = Operator(family, traits)
 
 
-LINEAR, KEEPS_ZERO, SIZED, MULTIPLIES = Trait.LINEAR, Trait.KEEPS_ZERO, Trait.SIZED, Trait.MULTIPLIES
+LINEAR, KEEPS_ZERO, SIZED, MULTIPLIES = Trait.PIECEWISE_LINEAR, Trait.KEEPS_ZERO, Trait.SIZED, Trait.MULTIPLIES
 TAKES_PARTS, SAME_ORDER, COPIES = Trait.TAKES_PARTS, Trait.SAME_ORDER, Trait.COPIES
 
 _declare("pointwise", LINEAR | KEEPS_ZERO | Trait.UNCHANGED, "alias clone contiguous detach")

@@ -13,8 +13,8 @@ from hap.execution.fast_copy import deepcopied
 from hap.groups.groups import Groups
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.choose_units import least_flops, plan
 from hap.planning.plan import Plan
-from hap.planning.search import least_flops, plan
 from hap.pruning.latency import Stopwatch
 from hap.surgery.cut import rebuild_
 

@@ -13,8 +13,8 @@ from hap.groups.groups import Groups
 from hap.groups.unprunable_summary import share_unprunable
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.choose_units import plan
 from hap.planning.plan import Plan
-from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.compensate import compensate_
 from hap.pruning.in_parts import check_parts, trace_whole_or_parts

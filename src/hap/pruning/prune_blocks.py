@@ -12,8 +12,8 @@ from hap.groups.transformer_blocks import only, units_of
 from hap.implants import NarrowHeads
 from hap.planning.assemble import draft
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.choose_units import plan
 from hap.planning.plan import Plan
-from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.scoring import Criterion, score

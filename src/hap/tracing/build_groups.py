@@ -130,7 +130,7 @@ class GroupsBuilder:
         """Integers of modules that equal the length of an axis of what is reshaped or split there, like `num_heads`."""
         found: dict[tuple[str, str, int], dict[bytes, Ints]] = {}
         modules = self.context.index.modules
-        for it in (x for x in self.store.reshaped if x.labels.numel() and x.module in modules):
+        for it in (x for x in self.store.rectangular if x.labels.numel() and x.module in modules):
             grid = self.root[it.labels.numpy()]
             if len(varying := [*varying_axes(grid)]) == 1:
                 classes = np.moveaxis(grid, varying[0], 0).reshape(grid.shape[varying[0]], -1)[:, 0].copy()

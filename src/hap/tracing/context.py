@@ -18,7 +18,7 @@ from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import Trait, having
 from hap.groups.components import distinct
 from hap.groups.types import ActivationMacs, ConvGeometry, InputSelection, Ints, SizeAttribute, WeightMacs
-from hap.tracing.labels import LabelStore, Reshaped, Undecided, concatenated, long_axes, varies
+from hap.tracing.labels import LabelStore, RectangularTensor, Undecided, concatenated, long_axes, varies
 from hap.tracing.weight_views import View, find_views
 
 ADDING = having(Trait.ADDS)
@@ -199,9 +199,9 @@ class RuleContext:
         """An operand varies along `dims` alone: it follows, unless whole indices of the other axes go."""
         self.store.partial.append(Undecided(labels.numpy(), operand.numpy(), dims))
 
-    def reshaped(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
+    def keep_rectangular(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
         """The node's module gives a tensor this shape: it stays rectangular, and attributes may count its axes."""
-        self.store.reshaped.append(Reshaped(self.module(node), labels, part))
+        self.store.rectangular.append(RectangularTensor(self.module(node), labels, part))
 
     # ---- what it costs --------------------------------------------------------------------------------------
 

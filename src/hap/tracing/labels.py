@@ -25,7 +25,7 @@ class Undecided:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class RectangularTensor:
     """A tensor that `module` reshapes; `part` is its number where a tensor is split."""
 
     module: str
@@ -40,7 +40,7 @@ class LabelStore:
     says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `bonds` are pairs of
     labels with one fate, as two rows. `zeros` share the fate of label 0. `causes` are labels that are frozen and `held`
     labels that stay as many as they are, both with the reason. `streams` join branches in `union` coupling. Operands
-    that are `partial`, `constant` positions and tensors that are `reshaped` are decided on when all else is known: see
+    that are `partial`, `constant` positions and tensors that are `rectangular` are decided on when all else is known: see
     `classes_of_labels`.
     """
 
@@ -56,7 +56,7 @@ class LabelStore:
         self.streams: list[OutputScatter] = []
         self.partial: list[Undecided] = []
         self.constant: list[Undecided] = []
-        self.reshaped: list[Reshaped] = []
+        self.rectangular: list[RectangularTensor] = []
 
     def fresh(self, count: int) -> Ints:
         """So many labels that nothing has yet."""
@@ -178,7 +178,7 @@ def _rectangular(store: LabelStore, root: Ints) -> bool:
 
     Where labels vary along several axes, such as (query, key, value) x width, those along the shortest are joined.
     """
-    grids = [grid for it in store.reshaped if len(varying_axes(grid := root[it.labels.numpy()])) > 1]
+    grids = [grid for it in store.rectangular if len(varying_axes(grid := root[it.labels.numpy()])) > 1]
     for grid in grids:
         store.join(grid, grid.take([0], min(long_axes(grid.shape), key=grid.shape.__getitem__)))
     return bool(grids)

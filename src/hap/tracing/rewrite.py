@@ -24,8 +24,8 @@ from hap.groups.types import Ints, SizeAttribute
 from hap.tracing.build_groups import GroupsBuilder
 from hap.tracing.context import RuleContext
 from hap.tracing.trace import walk
+from hap.trials.find_unprunable import find_unprunable
 from hap.trials.run_round import Subject
-from hap.trials.search import find_unprunable
 
 LISTING = dict.fromkeys(("_unsafe_view", "expand", "layer_norm", "new_zeros", "reshape", "rms_norm", "view"), 1)
 LISTING |= {"unflatten": 2, "zeros": 0}

@@ -26,9 +26,9 @@ from hap.tracing.context import RuleContext
 from hap.tracing.labels import LabelStore, classes_of_labels, zeros
 from hap.tracing.rules.registry import apply
 from hap.tracing.training_branches import ALONE, TrainingOnly, branch_of, training_only, warn_of_idle
+from hap.trials.find_unprunable import find_unprunable
 from hap.trials.repeated_blocks import find_repeats
 from hap.trials.run_round import Subject
-from hap.trials.search import find_unprunable
 from hap.utils.gc_pause import gc_paused
 from hap.verification.informative_values import informative_example
 

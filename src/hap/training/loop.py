@@ -16,10 +16,10 @@ from torch import nn
 
 from hap.data import Data
 from hap.errors import HapError, optional_package
-from hap.training.checkpoint import Checkpoint
+from hap.training.cuda_graph import RecordedStep, Step
 from hap.training.evaluation import check_reads, device_of
-from hap.training.graph import Captured, Step
 from hap.training.recipes import Recipe
+from hap.training.resume import TrainingState
 from hap.training.run import History, Run, epoch_seed
 from hap.utils import distributed
 
@@ -71,8 +71,8 @@ def train(
     with prepared(model, device):
         run = Run(model, near(data, device), recipe, None if teacher is None else frozen_copy(teacher, device))
         recorded = graphs and device.type == "cuda" and distributed.processes() == 1
-        step = Captured(run.step) if recorded else run.step
-        state = Checkpoint(None if checkpoint is None else Path(checkpoint), [run])
+        step = RecordedStep(run.step) if recorded else run.step
+        state = TrainingState(None if checkpoint is None else Path(checkpoint), [run])
         first = distributed.agree(state.restore(), "the epoch to go on from")
         run.check_weights()
         shown = distributed.is_first()

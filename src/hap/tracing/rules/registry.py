@@ -23,7 +23,7 @@ from hap.tracing.labels import unlabelled
 Rule = Callable[[RuleContext, fx.Node], Any]
 COMPUTED = "its weight is computed from activations, or in a way that is not understood"
 NO_RULE = "no rule for this operator"
-LINEAR, MULTIPLYING, RECURRENT = having(Trait.LINEAR), having(Trait.MULTIPLIES), family("recurrent", "cell")
+LINEAR, MULTIPLYING, RECURRENT = having(Trait.PIECEWISE_LINEAR), having(Trait.MULTIPLIES), family("recurrent", "cell")
 RULES: dict[str, Rule] = {}
 """By the full name of an operator, such as `aten::conv2d`."""
 OF_FAMILIES: dict[str, Rule] = {}

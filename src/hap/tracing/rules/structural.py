@@ -27,7 +27,7 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
     if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
         given = arguments(node)
         channels = torch.from_numpy(labels_of_axis(context, given["self"], 1))
-        context.reshaped(node, channels.view(given["groups"], -1))
+        context.keep_rectangular(node, channels.view(given["groups"], -1))
     try:
         row = side_by_side(context, node)
         result = _on_labels(context, node) if row is None else row
@@ -44,7 +44,7 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
         for part in parts:  # a forward that asks for equal parts goes on getting the same ones
             context.join(part.numpy(), parts[0].numpy())
     for number, part in enumerate(parts):
-        context.reshaped(node, part, number if several else None)
+        context.keep_rectangular(node, part, number if several else None)
     return parts if several else parts[0]
 
 
@@ -158,7 +158,7 @@ def _picked(context: RuleContext, node: fx.Node, labels: Tensor, dim: int, place
     ends = labels.narrow(dim, 0, before), labels.narrow(dim, labels.shape[dim] - after, after)
     context.store.constant.append(Undecided(labels.numpy(), torch.cat(ends, dim).numpy(), [dim]))
     picked = compress(labels[(slice(None),) * dim + (places,)])
-    context.reshaped(node, picked)
+    context.keep_rectangular(node, picked)
     return picked
 
 
