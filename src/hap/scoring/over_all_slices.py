@@ -43,7 +43,7 @@ class Whole(Criterion):
     """Another criterion over all that a unit owns: of a head the query, key, value and output slices. The magnitude is
     the mean square over all of them, however the model stores them; the others add the scores of the slices.
 
-    >>> Whole(Magnitude()).to_dict()
+    >>> Whole(hap.Magnitude()).to_dict()
     {'name': 'whole', 'of': {'name': 'magnitude'}}
     """
 
