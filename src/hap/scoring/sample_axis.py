@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, call_with, copied, hooked
+from hap.execution.calling import hooked
 from hap.scoring.base import Batch, ScoringContext, as_hap_error, samples
 
 Calls = dict[str, list[Tensor]]
@@ -26,6 +26,12 @@ BATCH_FIRST = (
 def is_per_sample(value: Any, count: int) -> bool:
     """Whether this has one index for each of so many samples on its first axis."""
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+
+
+def samples_of(batch: Batch, part: slice) -> Batch:
+    """Some samples of a batch, with what all of them share."""
+    x, y = pytree.tree_map(lambda t: t[part] if is_per_sample(t, samples(batch)) else t, tuple(batch))
+    return x, y
 
 
 def check_steady(batches: Iterable[Batch]) -> None:
@@ -66,12 +72,8 @@ def check_alone(batch: Batch, whole: Mapping[str, Tensor], alone: Mapping[str, T
 
 def last_alone(problem: ScoringContext, batch: Batch) -> Any:
     """The model's output on the last sample of a batch by itself, without a graph."""
-    count = samples(batch)
-    alone = pytree.tree_map(lambda t: t[-1:] if is_per_sample(t, count) else t, batch[0])
-    args, kwargs = copied(call_arguments(alone))
-    failure = as_hap_error("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}")
-    with failure, torch.no_grad():
-        return call_with(problem.model, {}, args, kwargs)
+    with as_hap_error("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"):
+        return problem.call({}, samples_of(batch, slice(-1, None))[0])
 
 
 def run_recorded(
@@ -98,18 +100,11 @@ def _recorded(model: nn.Module, weights: Iterable[str]) -> Iterator[Calls]:
     """Inside, each call of a layer that owns one of these weights is recorded; a second call of it is an error."""
     calls = Calls()
 
-    def before(weight: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def record(weight: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if weight in calls:
             raise HapError(f"{weight} is used more than once in a forward pass, so its calls are not told apart")
         if args:
-            calls[weight] = [args[0]]
+            calls[weight] = [args[0], output]
 
-    def after(weight: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if args:
-            calls[weight].append(output)
-
-    owners = [(weight, weight.rpartition(".")[0]) for weight in weights]
-    read = [(owner, partial(before, weight)) for weight, owner in owners]
-    returned = [(owner, partial(after, weight)) for weight, owner in owners]
-    with hooked(model, before=read, after=returned, first=True):
+    with hooked(model, after=[(w.rpartition(".")[0], partial(record, w)) for w in weights], first=True):
         yield calls

@@ -40,8 +40,8 @@ class LabelStore:
     says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `bonds` are pairs of
     labels with one fate, as two rows. `zeros` share the fate of label 0. `causes` are labels that are frozen and `held`
     labels that stay as many as they are, both with the reason. `streams` join branches in `union` coupling. Operands
-    that are `partial`, `constant` positions and tensors that are `rectangular` are decided on when all else is known: see
-    `classes_of_labels`.
+    that are `partial`, `constant` positions and tensors that stay `rectangular` are decided on when all else is known:
+    see `classes_of_labels`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], trainable: frozenset[str]):
