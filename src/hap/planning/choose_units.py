@@ -195,8 +195,7 @@ class _Search:
                 "Ask for that or more, raise ",
                 Argument("per_layer", text="Limits.per_layer"),
                 ForPython(
-                    ", or look at print(groups) for what is frozen",
-                    (" or ", Argument("leave"), " fewer layers alone"),
+                    ", or look at print(groups) for what is frozen", (" or ", Argument("leave"), " fewer layers alone")
                 ),
                 ".",
             )

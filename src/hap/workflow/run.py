@@ -26,13 +26,7 @@ from hap.training.recipes import Recipe
 from hap.utils.atomic_files import digest as file_digest
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import Experiment, PruneStep
-from hap.workflow.networks import (
-    describe_network,
-    load_data,
-    measure_networks,
-    new_network,
-    open_checkpoint,
-)
+from hap.workflow.networks import describe_network, load_data, measure_networks, new_network, open_checkpoint
 from hap.workflow.provenance import provenance
 from hap.workflow.results import INDEX, KIND, Measured, Result, read_json
 from hap.workflow.steps import Say, Work, note_if_fewer_images, probe_record, sensitivity_record
