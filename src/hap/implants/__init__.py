@@ -19,18 +19,9 @@ KINDS: dict[str, type[Implant]] = {
 }
 
 __all__ = [
-    "KINDS",
-    "ChannelImplant",
-    "DepthwiseSeparable",
-    "Implant",
-    "ImplantModule",
-    "LowRank",
-    "NarrowHeads",
-    "Pointwise",
-    "SpatialLowRank",
-    "as_implant",
-    "implant_from_dict",
-]
+    "KINDS", "ChannelImplant", "DepthwiseSeparable", "Implant", "ImplantModule", "LowRank", "NarrowHeads",
+    "Pointwise", "SpatialLowRank", "as_implant", "implant_from_dict",
+]  # fmt: skip
 
 
 def implant_from_dict(values: dict[str, Any]) -> Implant:

@@ -91,11 +91,6 @@ def _distances(a: Shape, b: Shape, *rest: Any) -> int:
     return math.prod(torch.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * b[-2] * a[-1]
 
 
-def _convolved(x: Shape, weight: Shape, bias: Shape, padding: int = 0) -> int:
-    """Time x batch x inputs by width x inputs x outputs."""
-    return (x[0] + 2 * padding - weight[0] + 1) * x[1] * math.prod(weight)
-
-
 def _recurrent(x: Shape, weights: Sequence[Shape], *rest: Any) -> int:
     """Each matrix of all layers and directions meets each step of each sequence."""
     return math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
@@ -114,7 +109,8 @@ _MULTIPLY_ADDS: dict[str, Callable[..., int]] = (
     | dict.fromkeys(("_cdist_forward", "_euclidean_dist"), _distances)
     | dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), _recurrent)
     | {"mkldnn_rnn_layer": lambda x, first, second, *rest: _recurrent(x, [first, second])}
-    | {"_trilinear": _of_three, "conv_tbc": _convolved}
+    | {"_trilinear": _of_three}
+    | {"conv_tbc": lambda x, w, bias, padding=0: (x[0] + 2 * padding - w[0] + 1) * x[1] * math.prod(w)}
 )
 
 

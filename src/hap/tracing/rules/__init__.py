@@ -19,20 +19,6 @@ from hap.tracing.rules.registry import RULES, freeze_all, rule
 from hap.tracing.rules.structural import structural
 
 __all__ = [
-    "RULES",
-    "RuleContext",
-    "arguments",
-    "freeze_all",
-    "join_along",
-    "labels_of_axis",
-    "labels_on_axis",
-    "layers",
-    "pointwise",
-    "pooling",
-    "products",
-    "recurrent",
-    "reduction",
-    "rule",
-    "shape_of",
-    "structural",
-]
+    "RULES", "RuleContext", "arguments", "freeze_all", "join_along", "labels_of_axis", "labels_on_axis", "layers",
+    "pointwise", "pooling", "products", "recurrent", "reduction", "rule", "shape_of", "structural",
+]  # fmt: skip
