@@ -100,11 +100,18 @@ def _recorded(model: nn.Module, weights: Iterable[str]) -> Iterator[Calls]:
     """Inside, each call of a layer that owns one of these weights is recorded; a second call of it is an error."""
     calls = Calls()
 
-    def record(weight: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def before(weight: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if weight in calls:
             raise HapError(f"{weight} is used more than once in a forward pass, so its calls are not told apart")
         if args:
-            calls[weight] = [args[0], output]
+            calls[weight] = [args[0]]
 
-    with hooked(model, after=[(w.rpartition(".")[0], partial(record, w)) for w in weights], first=True):
+    def after(weight: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if args:
+            calls[weight].append(output)
+
+    owners = [(weight, weight.rpartition(".")[0]) for weight in weights]
+    read = [(owner, partial(before, weight)) for weight, owner in owners]
+    returned = [(owner, partial(after, weight)) for weight, owner in owners]
+    with hooked(model, before=read, after=returned, first=True):
         yield calls
