@@ -99,7 +99,7 @@ _declare("matmul", MULTIPLIES, "bmm matmul mm", in_place=False)
 _declare("attention", MULTIPLIES, "scaled_dot_product_attention", in_place=False)
 _declare("recurrent", MULTIPLIES, "gru lstm rnn_relu rnn_tanh", in_place=False)
 _declare("cell", MULTIPLIES, "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell", in_place=False)
-for _name in ("baddbmm", "einsum", "tensordot"):  # of tables they make other tables: see index.py
+for _name in ("baddbmm", "einsum", "tensordot"):  # they also make tables out of tables: see index.py
     _declare(_name, NONE, _name, in_place=False)
 
 _declare("channel_norm", LINEAR, "batch_norm")

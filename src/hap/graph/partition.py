@@ -139,8 +139,8 @@ def _one_by_one(model: nn.Module, calls: list[Noted], failing: set[str]) -> Part
 
 
 def _able(model: nn.Module, calls: list[Noted], failing: set[str]) -> dict[str, nn.Module]:
-    """Modules that ran and neither fail nor ever run one that does, outer ones first: one that fails where it is called
-    by itself must not be cut inside of others either."""
+    """Modules that ran, outer ones first, without those that fail when they are called by themselves and those that ever
+    run one of these."""
     unable = set(failing)
     while more := {name for noted in calls if noted.name in unable for name in noted.running} - unable:
         unable |= more

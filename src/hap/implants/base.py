@@ -54,7 +54,7 @@ class Implant(ABC):
     ratio: float = 0.2
 
     blind: ClassVar[bool] = False
-    """Whether what it can replace goes first, whatever the scores say of the rest: the paper's control."""
+    """Whether units that it can replace are taken first, before any score is looked at: the paper's control."""
     needs_head_spaces: ClassVar[bool] = False
     """Whether planning has to know where heads can be narrowed, which `hap.narrowable` finds out."""
     needs_inputs: ClassVar[bool] = False

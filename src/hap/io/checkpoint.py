@@ -232,8 +232,8 @@ def _check_ties(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Modul
 
 
 def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Where all tensors of a dtype take a wider one, those that are not in the file were rounded when the model was
-    made. A file with both holds a model of mixed precision, whose tables have the narrow one for all that it says."""
+    """Refuse a model in a narrower dtype than the file where it has buffers that are not in the file: these were rounded
+    when it was made. A file with both dtypes holds a model of mixed precision, and nothing tells of its buffers."""
     state, stored = _tensors(model), {tensor.dtype for tensor in tensors.values()}
     wider = {t.dtype: d for n, t in state.items() if (d := _holding(t.dtype, tensors[n].dtype)) != t.dtype}
     for name, buffer in model.named_buffers():

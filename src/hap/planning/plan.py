@@ -54,12 +54,12 @@ class Plan:
     before: Cost
     after: Cost
     exact: bool
-    """Whether the pruned model must equal the dense one with zeros in place of what went (no norm spans it)."""
+    """Whether the pruned model equals the dense one whose weights of removed units are zero: no norm averages them."""
     example: Any
     narrowings: tuple[InputSelectionStep, ...] = ()
     turns: tuple[HeadSpace, ...] = ()
     masks: bool = True
-    """Whether it also equals the dense model in which layers read zeros in place of what went: no norm sees them."""
+    """Whether it equals the dense one in which layers read zeros for removed units: no norm reads them on the way."""
     untouched: str = ""
     """What no plan could have touched, in one sentence; empty where that is not worth a word."""
 

@@ -71,10 +71,10 @@ class WiringFindings:
 class Dataflow:
     """Which layers feed which operators, and where what they compute is multiplied, as in attention.
 
-    `layers` multiply by weights and write so many values. `sources` are the layers, tables and sums of branches that a
-    result is computed from, `products` says whether there is a product of what layers compute among them. `operands`
-    are labels that enter such a product, or leave a layer that reads one, as attention's output layer does;
-    `seen_whole` tensors with the axes along which a product sees all of each thing, such as of a head.
+    `layers` multiply by weights; `written` are the values that they write. `sources` are the layers, tables and sums of
+    branches that a result is computed from; `products` says whether it is computed from a product of two layers'
+    results. `operands` are the labels that enter such a product, and those of layers that read one, as attention's
+    output layer does. `seen_whole` are labels of factors, with the axes that hold all of one head.
     """
 
     layers: set[fx.Node] = field(default_factory=set)
@@ -196,11 +196,12 @@ class RuleContext:
                 self.tie(name, 0, labels, "free")
 
     def lacks_axes(self, labels: Tensor, operand: Tensor, dims: list[int]) -> None:
-        """An operand varies along `dims` alone: it follows, unless whole indices of the other axes go."""
+        """Labels of an operand vary along `dims` alone. They are joined with `labels`, unless units only go from the
+        other axes: a table of positions stays as it is where whole heads go."""
         self.store.partial.append(Undecided(labels.numpy(), operand.numpy(), dims))
 
     def keep_rectangular(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
-        """The node's module gives a tensor this shape: it stays rectangular, and attributes may count its axes."""
+        """Units of this tensor go along one axis only, and attributes of the node's module may count that axis."""
         self.store.rectangular.append(RectangularTensor(self.module(node), labels, part))
 
     # ---- what it costs --------------------------------------------------------------------------------------

@@ -174,9 +174,9 @@ def _partial(store: LabelStore, root: Ints) -> bool:
 
 
 def _rectangular(store: LabelStore, root: Ints) -> bool:
-    """Tensors stay rectangular: what goes, goes along one axis. True if that joined anything.
+    """Let units of a reshaped tensor go along one axis only, so that it stays rectangular. True if that joined any.
 
-    Where labels vary along several axes, such as (query, key, value) x width, those along the shortest are joined.
+    Where labels vary along several axes, such as (groups, channels of a group), those along the shortest are joined.
     """
     grids = [grid for it in store.rectangular if len(varying_axes(grid := root[it.labels.numpy()])) > 1]
     for grid in grids:
@@ -185,9 +185,9 @@ def _rectangular(store: LabelStore, root: Ints) -> bool:
 
 
 def _constant(store: LabelStore, root: Ints) -> bool:
-    """Keep what positions that the code names are counted past, along an axis; True if that froze anything.
+    """Freeze the units in front of a position that the code names by a number, such as x[:, 3]; True if it froze any.
 
-    Where all that goes is taken from other axes, such as whole groups of heads with their keys, it need not stay.
+    They need not stay where units go from other axes only, such as whole groups of heads with their keys.
     """
     for it in store.constant:
         if root[it.others].any() and not varying_axes(root[it.labels]).isdisjoint(it.dims):

@@ -75,9 +75,9 @@ def find_unprunable(subject: Subject, among: Sequence[str] | None = None) -> Tri
 def _including_repeats(search: Search, among: Sequence[str] | None) -> tuple[Search, Found]:
     """What was found, unless one run of all blocks does not bear it out: then what is found with all of them.
 
-    Blocks that look alike may do different things with other sizes, unless all their attributes are equal, and others
-    may look into them. Where neither is so, that run is left to the check of apply_. What was found while a block was
-    missed says nothing.
+    Blocks that look alike may act differently once they are cut, where their attributes differ or other modules read
+    them. Otherwise the run of all blocks is left to the check of apply_. A result does not count where a block that was
+    passed over was needed after all.
     """
     found, reads = search.find(among), search.runner.reads
     if not search.repeats.unlike and not reads.looked_into(search.repeats.blocks):

@@ -24,7 +24,7 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
     """Run the operator itself on the labels."""
     if not any(varies(x) for x in context.entering(node)):
         return unlabelled(node.meta["val"])
-    if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
+    if short_name(node) == "channel_shuffle":  # channels go so that all groups stay equally long
         given = arguments(node)
         channels = torch.from_numpy(labels_of_axis(context, given["self"], 1))
         context.keep_rectangular(node, channels.view(given["groups"], -1))
@@ -49,9 +49,9 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
 
 
 def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
-    """The labels of tensors in a row along an axis that nobody cuts, such as tokens: they go together, index by index.
+    """Labels of tensors that are concatenated along an axis that is never cut, such as tokens: joined index by index.
 
-    Those that are alike for all that goes, such as a key of zeros, have no say. None: it is not as simple as that.
+    Tensors without labels, such as a key of zeros, change nothing. None: the tensors differ in another way.
     """
     if short_name(node) not in ("cat", "concat"):
         return None
