@@ -139,7 +139,7 @@ def _one_by_one(model: nn.Module, calls: list[Noted], failing: set[str]) -> Part
 
 
 def _able(model: nn.Module, calls: list[Noted], failing: set[str]) -> dict[str, nn.Module]:
-    """Modules that ran, outer ones first, without those that fail when they are called by themselves and those that ever
+    """Modules that ran, outer ones first, without those that fail when called by themselves and those that ever
     run one of these."""
     unable = set(failing)
     while more := {name for noted in calls if noted.name in unable for name in noted.running} - unable:

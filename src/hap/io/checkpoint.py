@@ -232,7 +232,7 @@ def _check_ties(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Modul
 
 
 def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Refuse a model in a narrower dtype than the file where it has buffers that are not in the file: these were rounded
+    """Refuse a model in a narrower dtype than the file if it has buffers that are not in the file: they were rounded
     when it was made. A file with both dtypes holds a model of mixed precision, and nothing tells of its buffers."""
     state, stored = _tensors(model), {tensor.dtype for tensor in tensors.values()}
     wider = {t.dtype: d for n, t in state.items() if (d := _holding(t.dtype, tensors[n].dtype)) != t.dtype}
