@@ -736,10 +736,7 @@ def spatial_attention() -> Any:
         stats = torch.cat([y.mean(1, keepdim=True), y.max(1, keepdim=True).values], 1)
         return m.head(pooled(F.relu(m.c(y * torch.sigmoid(m.mix(stats))))))
 
-    return (
-        Net(run, a=conv_bn_relu(3, 7), b=conv(7, 6), mix=conv(2, 1), c=conv(6, 8), head=nn.Linear(8, 5)),
-        images(),
-    )
+    return (Net(run, a=conv_bn_relu(3, 7), b=conv(7, 6), mix=conv(2, 1), c=conv(6, 8), head=nn.Linear(8, 5)), images())
 
 
 @case
@@ -932,10 +929,7 @@ def transposed_weights() -> Any:
         left, right = m.c.bias.chunk(2)
         return m.head(F.relu(F.linear(y, one, left)) * F.linear(y, two, right))
 
-    return (
-        Net(run, a=conv_bn_relu(3, 6), b=nn.Linear(6, 7), c=nn.Linear(7, 10), head=nn.Linear(5, 3)),
-        images(),
-    )
+    return (Net(run, a=conv_bn_relu(3, 6), b=nn.Linear(6, 7), c=nn.Linear(7, 10), head=nn.Linear(5, 3)), images())
 
 
 @case
@@ -1170,10 +1164,7 @@ def two_inputs() -> Any:
         y = m.a(x) + m.b(z)[:, :, None, None]
         return m.head(pooled(F.relu(m.c(F.relu(y)))))
 
-    return (
-        Net(run, a=conv_bn(3, 6), b=nn.Linear(4, 6), c=conv(6, 7), head=nn.Linear(7, 5)),
-        (images(), images(2, 4)),
-    )
+    return (Net(run, a=conv_bn(3, 6), b=nn.Linear(4, 6), c=conv(6, 7), head=nn.Linear(7, 5)), (images(), images(2, 4)))
 
 
 @case

@@ -91,14 +91,7 @@ def test_recorded_steps_agree_with_plain_ones_on_cuda(quarters: Data, tmp_path: 
     teachers = [None, tiny_model(5)]
     train_many(plain, quarters, chosen, teachers=teachers, graphs=False)
     for _ in range(4):
-        train_many(
-            recorded,
-            quarters,
-            chosen,
-            teachers=teachers,
-            checkpoint_dir=tmp_path,
-            seconds=0.0,
-        )
+        train_many(recorded, quarters, chosen, teachers=teachers, checkpoint_dir=tmp_path, seconds=0.0)
     for model, other in zip(plain, recorded, strict=True):
         torch.testing.assert_close(weights(model), weights(other), rtol=1e-2, atol=1e-3)
         assert all(p.is_contiguous() and p.grad is None for p in other.parameters())

@@ -18,9 +18,9 @@ from hap.io.export import export
 from hap.models import pretrained as zoo
 from hap.planning.assemble import draft
 from hap.planning.budget import Budget, Limits
+from hap.planning.choose_units import plan
 from hap.planning.cost import cost
 from hap.planning.plan import Plan
-from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.compensate import compensate_
 from hap.pruning.latency import compare_latency, latency

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,3 +64,12 @@ class HapError(ValueError):
 
 class CaptureError(HapError):
     """torch.export cannot capture the model as a whole; perhaps it can capture parts of it, see `hap.parts`."""
+
+
+@contextmanager
+def optional_package(what: str, extra: str) -> Iterator[None]:
+    """Around the import of a package that not everyone has: `what` needs it, and installing `extra` brings it."""
+    try:
+        yield
+    except ImportError as error:
+        raise HapError(f"{what}: pip install 'hessian-aware-pruning[{extra}]'") from error

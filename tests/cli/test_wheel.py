@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hap.cli.plugins import how_to_install
+from hap.cli.app import how_to_install
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"

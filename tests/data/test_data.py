@@ -17,6 +17,8 @@ from hap.errors import HapError
 torch.set_num_threads(1)
 
 RNG = np.random.RandomState(0)
+DEEP = b")" + b"\x85" * 1_000_000
+"""A tuple in a tuple in a tuple: what walks through it by recursion overflows the stack of C."""
 TEN = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 
@@ -110,7 +112,28 @@ def test_fortran_order_is_kept(tmp_path: Path) -> None:
         (b"\x80\x02}(U\x04data", "not a CIFAR python file"),
         (b"\x80\x02u.", "not a CIFAR python file"),
         (b"", "not a CIFAR python file"),
+        (b"\x80\x02U\x09os systemU\x04true\x85R.", "call of os system"),
+        (b"\x80\x02(ios\nsystem\n.", "opcode INST"),
+        (b"\x80\x02cos\nsystem\n)\x81.", "opcode NEWOBJ"),
+        (b"\x80\x02\x82\x01.", "opcode EXT1"),
+        (b"Pname\n.", "opcode PERSID"),
+        (pickle.dumps(Path("name")), "call of pathlib"),
+        (b"\x80\x02}" + DEEP + b"K\x01s.", "a tuple stands where text belongs"),
+        (b"\x80\x02" + DEEP + b")R.", "a tuple stands where text belongs"),
+        (b"\x80\x02}U\x01acnumpy\ndtype\n" + DEEP + b"\x85Rs.", "a tuple stands where text belongs"),
+        (b"\x80\x02}q\x00h\x00K\x01s.", "a dict stands where text belongs"),
+        (b"\x80\x02]K\x01K\x02s.", "a list stands where a dict belongs"),
+        (b"\x80\x02}(U\x01au.", "not a CIFAR python file"),
+        (b"\x80\x02}K\x01b.", "a dict stands where"),
+        (b"\x80\x02(.", "not a CIFAR python file"),
+        (b"\x80\x02}K\x01t.", "not a CIFAR python file"),
+        (b"\x80\x02h\x05.", "not a CIFAR python file"),
+        (b"\x80\x04}\x8e" + struct.pack("<Q", 2**62) + b"x.", "MemoryError"),
+        (b"I" + b"9" * 5000 + b"\n.", "not a CIFAR python file"),
+        (old_pickle(np.zeros((2, 3), np.uint8), [1]).replace(b"M\x03\x00", b"M\x04\x00"), "cannot reshape"),
+        (old_pickle(np.zeros((2, 3), np.uint8), [1]).replace(b"u1", b"O8"), "array of O8"),
     ],
+    ids=lambda value: repr(value[:20]),
 )
 def test_other_pickles_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "data_batch_1"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.execution.calling import call_arguments, describe
-from hap.execution.compare_outputs import example_in_float64
+from hap.execution.model_outputs import example_in_float64
 from hap.utils import distributed
 from huggingface import library, small
 
@@ -103,13 +103,7 @@ def test_a_forward_that_writes_to_its_input_changes_no_example_and_no_score() ->
     assert groups.units == 12 + 4
     scores = hap.score(model, groups, [(x, y)], F.cross_entropy, hap.JointTrace(probes=4, seed=0))
     plain = hap.trace(model.layers, before * 0.5 + 1)
-    wanted = hap.score(
-        model.layers,
-        plain,
-        [(before * 0.5 + 1, y)],
-        F.cross_entropy,
-        hap.JointTrace(probes=4, seed=0),
-    )
+    wanted = hap.score(model.layers, plain, [(before * 0.5 + 1, y)], F.cross_entropy, hap.JointTrace(probes=4, seed=0))
     for name, values in wanted.items():
         torch.testing.assert_close(scores[f"layers.{name}"], values)
     hap.prune_(model, x, criterion="magnitude", flops=0.5)

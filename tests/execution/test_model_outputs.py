@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hap
-from hap.execution.compare_outputs import output_tensors
+from hap.execution.model_outputs import output_tensors
 
 
 class Cache:

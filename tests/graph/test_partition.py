@@ -133,7 +133,7 @@ def test_a_model_whose_code_names_a_choice_is_run_and_not_captured_in_vain(monke
     view = view_where_it_chooses(model, example)
     assert view is not None and view.names == ["backbone"] * 2 + ["head"] * 2
     assert view_where_it_chooses(model, (*example, 1000.0)) is None  # it does not choose there
-    monkeypatch.setattr(hap.pruning.in_parts, "captured_parts", None)
+    monkeypatch.setattr(hap.pruning.prune, "captured_parts", None)
     with pytest.warns(UserWarning, match="pruned in parts"):
         plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)
     count = hap.cost(model, example)

@@ -35,7 +35,7 @@ def test_relabelling_with_the_same_classes_changes_nothing() -> None:
 
 
 def test_a_restricted_copy_has_nothing_of_these_modules() -> None:
-    copy = two_layers().restricted(["0"], ["0"])
+    copy = two_layers().restricted(["0"])
     assert list(copy) == ["2"] and not any(name.startswith("0.") for name in copy.shapes)
     assert not any(name.startswith("0.") for name, _ in copy.axes)
     assert [x.weight for x in copy.costs.weight_macs] == ["2.weight", "3.weight"]

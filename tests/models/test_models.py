@@ -88,12 +88,7 @@ def test_forward_gives_logits(name: str) -> None:
 def test_names_follow_the_usual_weight_files() -> None:
     cifar = models.build("resnet20").state_dict()
     assert {"conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight"} <= set(cifar)
-    assert {
-        "layer2.0.shortcut.0.weight",
-        "layer2.0.shortcut.1.bias",
-        "layer3.2.bn2.weight",
-        "fc.weight",
-    } <= set(cifar)
+    assert {"layer2.0.shortcut.0.weight", "layer2.0.shortcut.1.bias", "layer3.2.bn2.weight", "fc.weight"} <= set(cifar)
     assert not any(name.startswith("layer1.0.shortcut") for name in cifar)
     with torch.device("meta"):
         imagenet = models.build("resnet50").state_dict()

@@ -15,11 +15,7 @@ from checks import TRACES, assert_unchanged, check_cost, snapshot, traced
 
 @pytest.mark.parametrize(
     ("name", "params", "millions", "digits"),
-    [
-        ("resnet56", 855_770, 125.75, 2),
-        ("wide_resnet32", 7_427_914, 1_100.68, 2),
-        ("resnet50", 25_557_032, 4_090, -1),
-    ],
+    [("resnet56", 855_770, 125.75, 2), ("wide_resnet32", 7_427_914, 1_100.68, 2), ("resnet50", 25_557_032, 4_090, -1)],
 )
 def test_published_sizes(name: str, params: int, millions: float, digits: int) -> None:
     model = hap.models.build(name)

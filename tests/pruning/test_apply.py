@@ -14,7 +14,6 @@ import hap
 from cases import CASES
 from checks import (
     TRACES,
-    UNLIKE_IN_UNION,
     check_pruned,
     check_tight,
     gap,
@@ -26,10 +25,9 @@ from checks import (
     same,
     snapshot,
     traced,
-    traces,
 )
 from hap.groups.groups import Groups
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut
 from hap.surgery.cut import cut_tensors
 from hap.surgery.multihead_attention import FewerHeads
 

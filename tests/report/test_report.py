@@ -14,7 +14,7 @@ from hap import HapError
 from hap.report import write_report
 from hap.report.summary import summarise
 from hap.utils.atomic_files import write_json
-from hap.workflow.results import Measured, Result, read_results, write_result
+from hap.workflow.results import Measured, Result, read_results
 
 HARDWARE = {"device": "cpu", "cpu": "A <CPU>", "gpu": None, "threads": 2, "torch": "2.13", "python": "3.12"}
 
@@ -71,7 +71,7 @@ PROBES = {
 def folder(tmp_path: Path) -> Path:
     records = [record("Dense"), record("HAP", 0, 0.93), record("HAP", 1, 0.94), record("L1", 0, 0.91, 290, 4.0)]
     for i, result in enumerate(records):
-        write_result(tmp_path / f"{i}.json", result)
+        write_json(tmp_path / f"{i}.json", result.to_dict())
     write_json(tmp_path / "sensitivity.json", SENSITIVITY)
     write_json(tmp_path / "probes.json", PROBES)
     return tmp_path
@@ -157,7 +157,7 @@ def test_charts_take_their_colours_from_the_page(folder: Path) -> None:
 
 
 def test_a_page_from_one_result_has_no_empty_pictures(tmp_path: Path) -> None:
-    write_result(tmp_path / "dense.json", record("Dense"))
+    write_json(tmp_path / "dense.json", record("Dense").to_dict())
     write_report(tmp_path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2
@@ -165,7 +165,7 @@ def test_a_page_from_one_result_has_no_empty_pictures(tmp_path: Path) -> None:
 
 
 def test_several_budgets_are_drawn_against_size(folder: Path) -> None:
-    write_result(folder / "more.json", record("HAP 60%", 0, 0.945, 600))
+    write_json(folder / "more.json", record("HAP 60%", 0, 0.945, 600).to_dict())
     write_report(folder, folder / "report.html")
     assert "Accuracy against size" in (folder / "report.html").read_text()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hap
 from cases import CASES
 from checks import traced
-from hap.scoring import gauss_newton, hessian_operator, memory_chunks
+from hap.scoring import gauss_newton, hutchinson, memory_chunks
 from hap.scoring.base import ScoringContext, samples
 from hap.scoring.memory_chunks import Pieces, held_by_graph
 
@@ -59,9 +59,9 @@ def narrow_samples(monkeypatch: pytest.MonkeyPatch, most: int) -> Narrow:
 
 
 def narrow_probes(monkeypatch: pytest.MonkeyPatch, most: int) -> Narrow:
-    work = hessian_operator.Hessian._backward
-    narrow = Narrow(work, most, lambda operator, gradients, vectors: len(next(iter(vectors.values()))))
-    monkeypatch.setattr(hessian_operator.Hessian, "_backward", lambda *args: narrow(*args))
+    work = hutchinson._products
+    narrow = Narrow(work, most, lambda weights, gradients, share, vectors: len(next(iter(vectors.values()))))
+    monkeypatch.setattr(hutchinson, "_products", narrow)
     return narrow
 
 
@@ -122,7 +122,7 @@ def test_what_a_graph_holds() -> None:
     layer, x = nn.Linear(10, 20), torch.randn(3, 10)
     with held_by_graph() as held:
         output = F.relu(layer(x))
-    assert held.bytes == 4 * (x.numel() + output.numel())
+    assert held() == 4 * (x.numel() + output.numel())
 
 
 def test_memory_of_resnet56_is_within_twice_a_training_steps() -> None:
@@ -133,7 +133,7 @@ def test_memory_of_resnet56_is_within_twice_a_training_steps() -> None:
     with held_by_graph() as held:
         kept: Tensor = F.cross_entropy(model.train()(x), y)
     assert kept.requires_grad and found.vectors_at_once(10) == found.outputs == 10
-    assert found.graph + gauss_newton.LIVE * found.outputs * found.largest <= held.bytes  # of two images
+    assert found.graph + gauss_newton.LIVE * found.outputs * found.largest <= held()  # of two images
 
 
 def test_free_memory_is_that_of_this_machine() -> None:

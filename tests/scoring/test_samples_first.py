@@ -43,14 +43,8 @@ def score(model: nn.Module, x: Any, y: Tensor, criterion: hap.Criterion, loss: A
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (
-            6,
-            r"inputs has length 6, that of its target 5\. This criterion looks at each sample by itself and",
-        ),
-        (
-            5,
-            r"(what o(\.weight)? reads|output 0) is not the same for the last sample alone and in its batch.*first",
-        ),
+        (6, r"inputs has length 6, that of its target 5\. This criterion looks at each sample by itself and"),
+        (5, r"(what o(\.weight)? reads|output 0) is not the same for the last sample alone and in its batch.*first"),
     ],
 )
 def test_tokens_first_is_refused(tokens: int, words: str, criterion: hap.Criterion) -> None:

@@ -124,7 +124,7 @@ def test_attention_is_run_unwatched_as_long_as_it_may_be_fused(
     watched: list[bool] = []
     outputs = verify.output_tensors
     monkeypatch.setattr(
-        verify, "output_tensors", lambda *a, **k: watched.append(k.get("watched", True)) or outputs(*a, **k)
+        verify, "output_tensors", lambda *a, **k: watched.append(bool(k.get("modes", True))) or outputs(*a, **k)
     )
     hap.apply_(model, plan, example)
     assert watched.count(True) == 2 and watched.count(False) == times

@@ -166,10 +166,7 @@ def test_evaluate_by_hand() -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(2, 2, bias=False), nn.Dropout(0.5))
     nn.init.eye_(model[1].weight)
     model[0].eval()
-    batches = [
-        (torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])),
-        (torch.zeros(1, 2), torch.tensor([0])),
-    ]
+    batches = [(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])), (torch.zeros(1, 2), torch.tensor([0]))]
     found = evaluate(model, batches)
     losses = [math.log1p(math.exp(-2)), math.log1p(math.exp(2)), math.log(2)]
     assert (found.accuracy, found.count) == (2 / 3, 3)
@@ -267,18 +264,8 @@ def test_checkpoint_of_something_else_is_refused(quarters: Data, tmp_path: Path)
     wider[0], wider[1], wider[6] = nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(32, 4)
     renamed = dataclasses.replace(quarters, name="halves")
     for model, data, chosen, words in [
-        (
-            tiny_model(),
-            quarters,
-            dataclasses.replace(recipe, lr=0.5),
-            r"another recipe \(lr is 0.05, expected 0.5\)",
-        ),
-        (
-            wider,
-            quarters,
-            recipe,
-            r"another model \(model.0.weight is \[6, 1, 3, 3\], expected \[8, 1, 3, 3\]\)",
-        ),
+        (tiny_model(), quarters, dataclasses.replace(recipe, lr=0.5), r"another recipe \(lr is 0.05, expected 0.5\)"),
+        (wider, quarters, recipe, r"another model \(model.0.weight is \[6, 1, 3, 3\], expected \[8, 1, 3, 3\]\)"),
         (tiny_model(), renamed, recipe, r"another data \(name is quarters, expected halves\)"),
     ]:
         with pytest.raises(HapError, match=words):

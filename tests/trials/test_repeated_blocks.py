@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hap
 from hap.groups.groups import Groups
 from hap.tracing import trace
+from hap.trials.find_unprunable import Search
 from hap.trials.repeated_blocks import NONE, Repeats
-from hap.trials.search import Search
 
 
 class Block(nn.Module):
@@ -69,11 +69,7 @@ def test_what_one_block_cannot_lose_none_of_its_repeats_loses() -> None:
     groups = hap.trace(model, example)
     assert {x.module for x in groups.rewiring.size_attributes if x.attribute == "heads"} == {"4.0"}
     held = {f.what for f in groups.frozen if "counts on its size" in f.why}
-    assert held | {n for n in groups if groups.pads(n)} == {
-        "1.qkv",
-        "2.qkv",
-        "3.qkv",
-    }
+    assert held | {n for n in groups if groups.pads(n)} == {"1.qkv", "2.qkv", "3.qkv"}
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_search import Heads, Hidden, counting, example, followers
+from test_find_unprunable import Heads, Hidden, counting, example, followers
 from torch import Tensor, nn
 
 import hap
 from hap.graph.capture import Asked, exporting
-from hap.trials import removal_rounds, run_round, search
+from hap.trials import find_unprunable, removal_rounds, run_round
 
 
 class Windowed(Heads):
@@ -114,7 +114,7 @@ class Passing(Asking):
 )
 def test_the_way_of_export_is_tried_if_the_model_asks(kind: type[Heads], more: set[Any], monkeypatch: Any) -> None:
     model = nn.Sequential(kind(6), Hidden(), nn.Linear(24, 5)).double()
-    ways = counting(monkeypatch, search.Search, "fits_in_export")
+    ways = counting(monkeypatch, find_unprunable.Search, "fits_in_export")
     assert followers(hap.trace(model, example())) == {("0", "heads")} | more
     assert bool(ways) is bool(more)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hap.training.graph import Step
+from hap.training.cuda_graph import Step
 
 
 def in_turn(steps: Sequence[Step]) -> Step:

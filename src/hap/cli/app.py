@@ -1,13 +1,20 @@
-"""The application: what all commands share around their work, such as how errors are worded for who typed a command."""
+"""The application: what all commands share around their work, such as how errors are worded for who typed a command.
+
+Other installed packages add commands to it, such as `hap reproduce` of the package in reproduction/. A package names
+them in its pyproject.toml, each with the function that carries it out:
+
+    [project.entry-points."hap.commands"]
+    reproduce = "hap_reproduction.cli.reproduce:reproduce"
+"""
 
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import hap
-from hap.cli.plugins import how_to_install
 from hap.cli.screen import error_line
 from hap.errors import NO_VALUE, Argument, ForPython, HapError
 from hap.utils import distributed
@@ -64,6 +71,34 @@ def _hap(
         raise HapError(
             f"hap {command} runs in one process; start it without torchrun ({', '.join(TOGETHER)} share work)"
         )
+
+
+# ---- commands of other packages ------------------------------------------------------------------------------
+
+REPRODUCTION = ("reproduce", "glue", "zoo")
+"""Commands that the documentation shows and that the package hap-reproduction adds."""
+
+
+def add_commands() -> None:
+    """Add the commands of installed packages, in the order of their names."""
+    for entry in sorted(entry_points(group="hap.commands"), key=lambda entry: entry.name):
+        app.command(entry.name, no_args_is_help=True)(entry.load())
+
+
+def how_to_install(command: str) -> str:
+    """What to do about a command of a package that is not installed; empty for a name that no package is known for.
+
+    >>> how_to_install("reproduce")
+    'hap reproduce comes with the package hap-reproduction, which is not installed: ... in a clone of the repository'
+    >>> how_to_install("prune")
+    ''
+    """
+    if command not in REPRODUCTION:
+        return ""
+    return (
+        f"hap {command} comes with the package hap-reproduction, which is not installed: "
+        "run pip install ./reproduction in a clone of the repository"
+    )
 
 
 # ---- options instead of arguments in what the library says ---------------------------------------------------

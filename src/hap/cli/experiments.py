@@ -7,18 +7,17 @@ from typing import Annotated
 import typer
 
 from hap.cli.options import Device, Seed, allow_local_modules, check_out
-from hap.cli.screen import Screen, out, resumable, table, tell_written, working
+from hap.cli.screen import out, resumable, table, tell_skipped, tell_step, tell_written, working
 from hap.report import write_report
 from hap.report.summary import Row, summarise
 from hap.workflow.config import DenseStep, Experiment, FinetuneStep, PruneStep, read_config
 from hap.workflow.networks import pick_device
 from hap.workflow.results import Result
-from hap.workflow.run import remove_results
+from hap.workflow.run import Console, remove_results
 from hap.workflow.run import run as run_experiment
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what was done before and start anew.")]
 DEMO = Path("runs/demo")
-AGAIN = "the same command goes on where it stopped"
 
 
 def demo(
@@ -99,8 +98,8 @@ def _carry_out(experiment: Experiment, device: str | None, fresh: bool) -> None:
     check_out(folder / "report.html")
     if fresh:
         remove_results(experiment)
-    with resumable(AGAIN):
-        results = run_experiment(experiment, where, Screen())
+    with resumable("the same command goes on where it stopped"):
+        results = run_experiment(experiment, where, Console(tell_step, tell_skipped, working))
         with working("drawing the report"):
             write_report(folder, folder / "report.html", folder / "summary.png")
     _show(results)
@@ -139,4 +138,4 @@ def _show(results: list[Result]) -> None:
 
 def _accuracy(row: Row) -> str:
     spread = f" ± {100 * row.deviation:.2f}" if row.deviation is not None else ""
-    return f"{100 * row.accuracy:.2f}%{spread}"
+    return f"{row.accuracy:.2%}{spread}"

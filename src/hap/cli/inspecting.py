@@ -6,12 +6,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 
 import hap
 from hap.cli.options import DataRoot, DataSpec, Device, ImageSize, Model, Saved, check_out, open_network, open_with_data
 from hap.cli.screen import out as screen
-from hap.cli.screen import percent, plan_table, say, share, table, tell_written, working
+from hap.cli.screen import plan_table, say, share, table, tell_written, working
 from hap.errors import HapError
 from hap.training.evaluation import device_of
 from hap.workflow.networks import checkpoint_path, example_of_checkpoint, load_data, measure_networks
@@ -39,12 +38,14 @@ def evaluate(
     with working("evaluating"):
         result = hap.evaluate(network, found, split)
         (side,) = measure_networks((network, result.accuracy), data=found)
+    on = device_of(network)
+    where = "one CPU thread" if on.type == "cpu" else torch.cuda.get_device_name(on)
     rows = [
-        ["accuracy", f"{percent(result.accuracy)} of {result.count} {split} images"],
+        ["accuracy", f"{result.accuracy:.2%} of {result.count} {split} images"],
         ["loss", f"{result.loss:.4f}"],
         ["params", f"{side.params:,}"],
         ["FLOPs", f"{side.macs:,} multiply-adds for one image"],
-        ["latency", f"{side.latency:.2f} ms for {side.batch} images on {where(network)}"],
+        ["latency", f"{side.latency:.2f} ms for {side.batch} images on {where}"],
     ]
     screen().print(_pairs(rows))
 
@@ -109,7 +110,7 @@ def info(checkpoint: Saved) -> None:
     rows += [[key, about[word]] for key, word in (("from", "pruned_from"), ("from", "finetuned_from")) if word in about]
     rows.append(["tensors", f"{len(found.shapes)}, {size:,} values"])
     if "accuracy" in metrics:
-        rows.append(["accuracy", percent(metrics["accuracy"])])
+        rows.append(["accuracy", f"{metrics['accuracy']:.2%}"])
     if found.plan is not None:
         before, after = found.plans[0].before, found.plan.after
         rows.append(["params", f"{before.params:,} -> {after.params:,} ({share(after.params, before.params)} left)"])
@@ -128,12 +129,6 @@ def info(checkpoint: Saved) -> None:
         screen().print(plan_table(plan))
         if plan.untouched:
             say(f"{plan.untouched}.")
-
-
-def where(network: nn.Module) -> str:
-    """The device, in words that say how latencies are taken."""
-    device = device_of(network)
-    return "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _numbers(option: str, text: str, such_as: str, least: int = 1) -> list[int]:

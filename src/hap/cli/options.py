@@ -14,9 +14,9 @@ from hap.io.checkpoint import Checkpoint
 from hap.pruning.latency import BACKENDS
 from hap.pruning.repair import REPAIRS
 from hap.scoring import CRITERIA
-from hap.training.evaluation import device_of
+from hap.training.evaluation import check_reads, device_of
 from hap.utils.atomic_files import check_writable
-from hap.workflow.networks import check_reads, data_of_checkpoint, load_data, open_checkpoint, pick_device
+from hap.workflow.networks import data_of_checkpoint, load_data, open_checkpoint, pick_device
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
 Model = Annotated[
@@ -102,14 +102,10 @@ def allow_local_modules() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def check_not_input(path: Path, *inputs: Path | None) -> None:
-    """Refuse to write over a file that the command reads."""
+def check_out(path: Path, *inputs: Path | None) -> Path:
+    """Refuse a place that cannot be written to, or a file that the command reads, before the work, not after it."""
     if any(path.resolve() == read.resolve() for read in inputs if read is not None):
         raise HapError(f"--out is {path}, which the command reads and would overwrite; give another name")
-
-
-def check_out(path: Path) -> Path:
-    """Refuse a place that cannot be written to before the work, not after it."""
     if path.is_dir():
         raise HapError(f"cannot write {path}: it is a folder; give a file name")
     check_writable(path.parent)
@@ -117,8 +113,7 @@ def check_out(path: Path) -> Path:
 
 
 def check_saved_name(path: Path, *inputs: Path | None) -> Path:
-    """Checkpoints are safetensors files, and say so; none takes the place of a file that it is made from."""
-    check_not_input(path, *inputs)
+    """Checkpoints are safetensors files, and say so."""
     if path.suffix != ".safetensors":
         raise HapError(f"{path} is to be a checkpoint; its name must end in .safetensors")
-    return check_out(path)
+    return check_out(path, *inputs)

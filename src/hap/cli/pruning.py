@@ -1,7 +1,7 @@
 """hap score, hap prune."""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import torch
 
 import hap
 from hap.cli import options
-from hap.cli.options import check_not_input, check_out, check_saved_name, open_with_data
-from hap.cli.screen import error_line, percent, plan_table, say, share, table, tell_written, working
+from hap.cli.options import check_out, check_saved_name, open_with_data
+from hap.cli.screen import error_line, plan_table, say, share, table, tell_written, working
 from hap.cli.screen import out as screen
 from hap.errors import HapError
 from hap.groups.groups import Groups
@@ -52,8 +52,7 @@ def score(
     """
     step = PruneStep("score", criterion, params=1.0, coupling=coupling, probes=probes)
     if out is not None:
-        check_not_input(out, checkpoint)
-        check_out(out)
+        check_out(out, checkpoint)
     network, _, _, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     _warn(note_if_fewer_images(found, calibration))
     with working("scoring") as tell:
@@ -135,33 +134,23 @@ def prune(
     if latency is not None and distributed.processes() > 1:
         raise HapError("--latency is measured by one process; start hap prune without torchrun")
     budget = hap.Budget(params, flops, channels, latency, activations)
-    timed = _Timed(budget, backend, threads, batch) if latency is not None else None
-    given["channels"] = 1.0 if timed else channels  # a step has a budget of its own; time is planned for here
+    how = {"budget": budget, "batch": batch, "backend": backend, "threads": threads}
+    given["channels"] = channels if latency is None else 1.0  # a step has a budget of its own; time is planned for here
     step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
     check_saved_name(out, checkpoint, scores)
     if hap.read(checkpoint_path(checkpoint)).plan is not None:
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
     network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     work = Work(network, found, step, calibration, seed, stream=stream)
-    plan, metrics, timing = _prune(work, scores, checkpoint, timed)
+    plan, metrics, timing = _prune(work, scores, checkpoint, None if latency is None else how)
     asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
     described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
     tell_written(out)
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A budget of time, and how time is measured."""
-
-    budget: Budget
-    backend: str
-    threads: int | None
-    batch: int
-
-
 def _prune(
-    work: Work, scores: Path | None, checkpoint: Path, timed: _Timed | None
+    work: Work, scores: Path | None, checkpoint: Path, timed: Mapping[str, Any] | None
 ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
     """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
     _warn(note_if_fewer_images(work.data, work.images))
@@ -169,22 +158,23 @@ def _prune(
     with working("pruning") as tell:
         work = dataclasses.replace(work, say=tell)
         known = work.score() if scores is None else _read_scores(scores, work, checkpoint)
-        plan, timing = (work.prune(*known), {}) if timed is None else _prune_to_time(work, *known, timed)
+        plan, timing = (work.prune(*known), {}) if timed is None else _prune_to_time(work, *known, **timed)
     after = metrics_of(work.model, work.data)
     _show(plan, before, after, timing)
     return plan, {**after, "dense": before}, timing
 
 
-def _prune_to_time(work: Work, groups: Groups, scores: Scores, timed: _Timed) -> tuple[Plan, dict[str, Any]]:
+def _prune_to_time(
+    work: Work, groups: Groups, scores: Scores, budget: Budget, batch: int, **how: Any
+) -> tuple[Plan, dict[str, Any]]:
     """Prune to a share of the dense network's time, in place. Returns the plan, and what was timed and how."""
     work.say("pruning copies and timing them")
-    images, step = first_images(work.data, timed.batch, work.model), work.step
-    how: dict[str, Any] = {"per_cost": step.per_cost, "backend": timed.backend, "threads": timed.threads}
-    bounds = timed.budget, step.make_implant(), step.limits()
-    made = hap.plan_for_latency(work.model, groups, scores, images, *bounds, **how)
+    images, step = first_images(work.data, batch, work.model), work.step
+    bounds = budget, step.make_implant(), step.limits()
+    made = hap.plan_for_latency(work.model, groups, scores, images, *bounds, per_cost=step.per_cost, **how)
     work.apply(made.plan)
     timing = {name: getattr(made, name) for name in ("ratio", "round_to", "backend", "threads", "device")}
-    return made.plan, {"latency": timed.budget.latency, **timing, "batch": timed.batch}
+    return made.plan, {"latency": budget.latency, **timing, "batch": batch}
 
 
 def _read_scores(path: Path, work: Work, checkpoint: Path) -> tuple[Groups, Scores]:
@@ -213,7 +203,7 @@ def _warn(text: str | None) -> None:
 def _show(plan: Plan, before: dict[str, Any], after: dict[str, Any], timing: dict[str, Any]) -> None:
     screen().print(plan_table(plan))
     accuracy = before["accuracy"], after["accuracy"]
-    rows = [["accuracy", *map(percent, accuracy), f"{100 * (accuracy[1] - accuracy[0]):+.2f}"]]
+    rows = [["accuracy", *(f"{value:.2%}" for value in accuracy), f"{100 * (accuracy[1] - accuracy[0]):+.2f}"]]
     for label, key in (("params", "params"), ("FLOPs", "macs")):
         rows.append([label, f"{before[key]:,}", f"{after[key]:,}", share(after[key], before[key])])
     screen().print(table(["", "dense", "pruned", "left"], rows))

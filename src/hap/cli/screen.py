@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -64,17 +64,12 @@ def resumable(text: str) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-class Screen:
-    """An experiment's steps on stderr."""
+def tell_step(text: str) -> None:
+    err().print(f"[bold cyan]>[/bold cyan] {escape(text)}", soft_wrap=True)
 
-    def step(self, text: str) -> None:
-        err().print(f"[bold cyan]>[/bold cyan] {escape(text)}", soft_wrap=True)
 
-    def skipped(self, text: str) -> None:
-        err().print(f"[dim]= {escape(text)}: done before[/dim]", soft_wrap=True)
-
-    def status(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        return working(text)
+def tell_skipped(text: str) -> None:
+    err().print(f"[dim]= {escape(text)}: done before[/dim]", soft_wrap=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, foot: bool = False) -> Table:
@@ -98,10 +93,6 @@ def plan_table(plan: Plan) -> Table:
         rows.append([name, *map(str, (sum(parts), *parts))])
     rows.append(["total", *(str(sum(int(row[i]) for row in rows)) for i in range(1, 5))])
     return table(["layer", "before", "kept", "implanted", "removed"], rows, foot=True)
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.2f}%"
 
 
 def share(after: int | float, before: int | float) -> str:

@@ -11,15 +11,16 @@ import hap
 from hap import models
 from hap.cli import options
 from hap.cli.options import allow_local_modules, check_saved_name, open_network, open_with_data
-from hap.cli.screen import percent, resumable, say, tell_written, working
+from hap.cli.screen import resumable, say, tell_written, working
 from hap.data import Data
 from hap.errors import HapError
 from hap.planning.plan import Plan
 from hap.training import recipes
+from hap.training.evaluation import check_reads
 from hap.training.recipes import Recipe
 from hap.utils import distributed
 from hap.workflow.config import DISTILL, taught
-from hap.workflow.networks import check_reads, describe_network, load_data, metrics_of, new_network, pick_device
+from hap.workflow.networks import describe_network, load_data, metrics_of, new_network, pick_device
 
 RecipeName = Annotated[str | None, typer.Option("--recipe", help=f"One of {', '.join(recipes.RECIPES)}.")]
 Epochs = Annotated[int | None, typer.Option(help="Instead of the recipe's.")]
@@ -54,7 +55,8 @@ def train(
       hap train --model mynet:build --data photos/ --recipe best-pretrain \\
           --epochs 90 --out runs/mynet.safetensors
     """
-    chosen = _chosen(recipe, "digits" if data == "digits" else "best-pretrain", seed, epochs, lr, batch)
+    usual = "digits" if data == "digits" else "best-pretrain"
+    chosen = _chosen(recipe or usual, seed=seed, epochs=epochs, lr=lr, batch=batch)
     where = pick_device(device)
     if ":" in model:
         allow_local_modules()
@@ -103,7 +105,8 @@ def finetune(
           --out runs/final.safetensors
     """
     network, saved, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
-    chosen = _chosen(recipe, "digits-finetune" if found.name == "digits" else "best-finetune", seed, epochs, lr, batch)
+    usual = "digits-finetune" if found.name == "digits" else "best-finetune"
+    chosen = _chosen(recipe or usual, seed=seed, epochs=epochs, lr=lr, batch=batch)
     if distill and teacher is None:
         raise HapError(f"--distill {distill} needs --teacher, a checkpoint of the dense network")
     chosen = taught(chosen, teacher is not None, distill)
@@ -115,12 +118,9 @@ def finetune(
     _train_and_save(network, found, chosen, path, described, saved.plans, guide, log)
 
 
-def _chosen(
-    name: str | None, default: str, seed: int, epochs: int | None, lr: float | None, batch: int | None
-) -> Recipe:
-    given = {"epochs": epochs, "lr": lr, "batch": batch}
-    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    return recipes.get(name or default, seed=seed, **changes)
+def _chosen(name: str, **options: Any) -> Recipe:
+    """The recipe of that name with the options that were given."""
+    return recipes.get(name, **{key: value for key, value in options.items() if value is not None})
 
 
 def _state(path: Path) -> Path:
@@ -166,7 +166,7 @@ def _train_and_save(
         if distributed.is_first():
             state.unlink(missing_ok=True)
     say(
-        f"accuracy {percent(metrics['accuracy'])} on {len(data.test)} test images, after {history.epochs} epochs "
+        f"accuracy {metrics['accuracy']:.2%} on {len(data.test)} test images, after {history.epochs} epochs "
         f"in {metrics['seconds']:.0f} s"
     )
     tell_written(path)

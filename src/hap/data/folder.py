@@ -1,14 +1,13 @@
 """Image folders: train/CLASS/*.png|jpg beside val/CLASS/... or test/CLASS/..."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import track
 
 from hap.data.dataset import Data, Split
-from hap.errors import HapError
+from hap.errors import HapError, optional_package
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 # What networks trained on ImageNet expect.
@@ -69,25 +68,16 @@ def _read_split(split: Path, classes: list[str], size: int) -> Split:
 
 def _decode(path: Path, size: int) -> torch.Tensor:
     """One image, shorter side resized and centre cropped, uint8 (3, size, size)."""
-    image_module = _pillow()
+    with optional_package("image folders need pillow, which is missing", "data"):
+        from PIL import Image
     try:
-        with image_module.open(path) as opened:
+        with Image.open(path) as opened:
             image = opened.convert("RGB")
     except OSError as error:
         raise HapError(f"cannot decode {path}: {error}; mend or remove the file") from error
     scale = size * RESIZE / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
-    image = image.resize((width, height), image_module.Resampling.BILINEAR)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
     left, top = (width - size) // 2, (height - size) // 2
     pixels = np.asarray(image.crop((left, top, left + size, top + size)))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise HapError(
-            "image folders need pillow, which is missing: pip install 'hessian-aware-pruning[data]'"
-        ) from error
-    return Image

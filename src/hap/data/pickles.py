@@ -1,8 +1,8 @@
 """Reading CIFAR's "python version" files without unpickling them.
 
-Those files are pickles, and unpickling can run any code. This reader takes the opcodes one by one and knows
-only those that build dictionaries, lists, tuples, numbers, strings and numpy byte arrays. It calls nothing
-that a file names: an array is put together here from its shape and bytes. Anything else is refused.
+Those files are pickles, and unpickling can run any code. This reader takes the opcodes one by one, and a table has
+those that it knows: they build dictionaries, lists, tuples, numbers, strings and numpy byte arrays. Nothing that a file
+names is called: a second table says what each of a few names stands for. Anything else is refused.
 """
 
 import pickletools
@@ -15,176 +15,129 @@ import numpy as np
 
 from hap.errors import HapError
 
-_MARK = object()
-_RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
-
-
-@dataclass(frozen=True)
-class _Name:
-    """A global that a file refers to; only its spelling is ever used."""
-
-    text: str
+_BROKEN = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError)
+"""What reading may end in where a file is damaged or made to do harm."""
 
 
 @dataclass
-class _Array:
-    """An array whose contents come later in the stream."""
+class _Numpy:
+    """An array or a dtype, of which a file says more (`state`) after it has asked for it; of a dtype the `code`."""
 
-    values: np.ndarray | None = None
-
-
-@dataclass
-class _DType:
-    code: str
-
-
-class _Refused(Exception):
-    pass
+    code: str = ""
+    state: Any = None
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
     """The dictionary in a CIFAR python file: names to numpy uint8 arrays, lists, numbers or strings."""
-    reader = _Reader()
+    machine = _Machine()
     try:
         with path.open("rb") as file:
             for opcode, argument, _ in pickletools.genops(file):
-                reader.apply(opcode.name, argument)
-        found = reader.stack.pop()
+                if opcode.name not in _OPCODES:
+                    raise ValueError(f"opcode {opcode.name} is not allowed")
+                _OPCODES[opcode.name](machine, argument)
+        found = machine.stack.pop()
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, expected a dictionary")
+        return {key: _array(value) if isinstance(value, _Numpy) else value for key, value in found.items()}
     except OSError as error:
         raise HapError(f"cannot read {path}: {error.strerror or error}") from error
-    except (_Refused, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise HapError(
-            f"{path} is not a CIFAR python file: {error}; fetch it again or use the binary version"
-        ) from error
-    if not isinstance(found, dict):
-        raise HapError(f"{path} holds a {type(found).__name__}: expected the dictionary of a CIFAR python file")
-    return {_text(key): _finished(value) for key, value in found.items()}
+    except _BROKEN as error:
+        why = str(error) or type(error).__name__
+        raise HapError(f"{path} is not a CIFAR python file: {why}; fetch it again or use the binary version") from error
 
 
-class _Reader:
+class _Machine:
     """The stack and memo of the pickle virtual machine, without its power to import and to call."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def apply(self, opcode: str, argument: Any) -> None:
-        if opcode in _PUSHES:
-            self.stack.append(argument)
-        elif opcode in _CONSTANTS:
-            self.stack.append(_CONSTANTS[opcode]())
-        elif opcode in _ACTIONS:
-            _ACTIONS[opcode](self, argument)
-        elif opcode not in ("PROTO", "FRAME", "STOP"):
-            raise _Refused(f"opcode {opcode} is not allowed")
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self, count: int) -> list[Any]:
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     def since_mark(self) -> list[Any]:
-        position = len(self.stack) - 1
-        while self.stack[position] is not _MARK:
-            position -= 1
-        items = self.stack[position + 1 :]
-        del self.stack[position:]
-        return items
+        return self.pop(len(self.stack) - self.marks.pop())
 
-    def put(self, key: int | None) -> None:
-        self.memo[len(self.memo) if key is None else key] = self.stack[-1]
-
-    def get(self, key: int) -> None:
-        self.stack.append(self.memo[key])
-
-    def make_tuple(self, count: int | None) -> None:
-        items = self.since_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
-        self.stack.append(tuple(items))
-
-    def extend(self, items: list[Any]) -> None:
-        self._top(list).extend(items)
-
-    def update(self, items: list[Any]) -> None:
-        self._top(dict).update(zip(items[::2], items[1::2], strict=True))
-
-    def stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self.stack.append(_Name(f"{module} {name}"))
-
-    def reduce(self) -> None:
-        arguments, called = self.stack.pop(), self.stack.pop()
-        self.stack.append(_construct(called, arguments))
-
-    def build(self) -> None:
-        state = self.stack.pop()
-        target = self.stack[-1]
-        if isinstance(target, _Array):
-            target.values = _array(state)
-        elif not isinstance(target, _DType):
-            raise _Refused(f"BUILD of a {type(target).__name__} is not allowed")
-
-    def _top(self, kind: type) -> Any:
+    def top(self, kind: type) -> Any:
         if type(self.stack[-1]) is not kind:
-            raise _Refused(f"a {type(self.stack[-1]).__name__} stands where a {kind.__name__} belongs")
+            raise ValueError(f"a {type(self.stack[-1]).__name__} stands where a {kind.__name__} belongs")
         return self.stack[-1]
 
+    def put(self, key: int) -> None:
+        self.memo[key] = self.stack[-1]
 
-def _construct(called: Any, arguments: Any) -> Any:
-    name = called.text if isinstance(called, _Name) else repr(called)
-    if name in _RECONSTRUCT:
-        return _Array()
-    if name == "numpy dtype":
-        return _DType(_text(arguments[0]))
-    if name == "_codecs encode":  # how Python 3 writes bytes in protocol 2
-        return arguments[0].encode("latin-1")
-    raise _Refused(f"a call of {name} is not allowed")
+    def extend(self, items: list[Any]) -> None:
+        self.top(list).extend(items)
+
+    def update(self, items: list[Any]) -> None:
+        self.top(dict).update(zip(map(_text, items[::2]), items[1::2], strict=True))
+
+    def call(self, called: Any, arguments: Any) -> None:
+        if (name := _text(called)) not in _CALLS:
+            raise ValueError(f"a call of {name} is not allowed")
+        self.push(_CALLS[name](*arguments))
+
+    def build(self, state: Any) -> None:
+        self.top(_Numpy).state = state
 
 
-def _array(state: tuple[Any, ...]) -> np.ndarray:
+def _array(array: _Numpy) -> np.ndarray:
     """A uint8 array from numpy's pickled state: version, shape, dtype, Fortran order, bytes."""
-    _, shape, dtype, fortran, content = state
-    if not isinstance(dtype, _DType) or dtype.code.lstrip("|") != "u1":
-        raise _Refused(f"an array of {getattr(dtype, 'code', dtype)} stands where uint8 belongs")
+    _, shape, dtype, fortran, content = array.state
+    if not isinstance(dtype, _Numpy) or dtype.code.lstrip("|") != "u1":
+        raise ValueError(f"an array of {getattr(dtype, 'code', dtype)} stands where uint8 belongs")
     raw = content.encode("latin-1") if isinstance(content, str) else content
     return np.frombuffer(raw, dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
 def _text(value: Any) -> str:
-    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    """Keys and names are text and nothing else: the hash of tuples in a million tuples would overflow C's stack."""
+    if not isinstance(value, str | bytes):
+        raise ValueError(f"a {type(value).__name__} stands where text belongs")
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
-def _finished(value: Any) -> Any:
-    return value.values if isinstance(value, _Array) else value
-
-
-_PUSHES = {
+_CALLS: dict[str, Callable[..., Any]] = {
+    "numpy.core.multiarray _reconstruct": lambda *_: _Numpy(),
+    "numpy._core.multiarray _reconstruct": lambda *_: _Numpy(),
+    "numpy dtype": lambda code, *_: _Numpy(_text(code)),
+    "_codecs encode": lambda text, *_: text.encode("latin-1"),  # how Python 3 writes bytes in protocol 2
+}
+_VALUES = (
     *("BININT", "BININT1", "BININT2", "INT", "LONG1", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING"),
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-}
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "MARK": lambda: _MARK,
-}
-_ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
-    "PUT": _Reader.put,
-    "BINPUT": _Reader.put,
-    "LONG_BINPUT": _Reader.put,
-    "MEMOIZE": lambda r, _: r.put(None),
-    "GET": _Reader.get,
-    "BINGET": _Reader.get,
-    "LONG_BINGET": _Reader.get,
-    "TUPLE": lambda r, _: r.make_tuple(None),
-    "TUPLE1": lambda r, _: r.make_tuple(1),
-    "TUPLE2": lambda r, _: r.make_tuple(2),
-    "TUPLE3": lambda r, _: r.make_tuple(3),
-    "APPEND": lambda r, _: r.extend([r.stack.pop()]),
-    "APPENDS": lambda r, _: r.extend(r.since_mark()),
-    "SETITEM": lambda r, _: r.update([r.stack.pop(), r.stack.pop()][::-1]),
-    "SETITEMS": lambda r, _: r.update(r.since_mark()),
-    "GLOBAL": lambda r, name: r.stack.append(_Name(name)),
-    "STACK_GLOBAL": lambda r, _: r.stack_global(),
-    "REDUCE": lambda r, _: r.reduce(),
-    "BUILD": lambda r, _: r.build(),
+    "GLOBAL",  # only its spelling is ever used
+)
+_OPCODES: dict[str, Callable[[_Machine, Any], object]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
+    **dict.fromkeys(_VALUES, _Machine.push),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda machine, key: machine.push(machine.memo[key])),
+    "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.since_mark())),
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.pop(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.pop(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.pop(3))),
+    "APPEND": lambda machine, _: machine.extend(machine.pop(1)),
+    "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.update(machine.pop(2)),
+    "SETITEMS": lambda machine, _: machine.update(machine.since_mark()),
+    "STACK_GLOBAL": lambda machine, _: machine.push(" ".join(machine.pop(2))),
+    "REDUCE": lambda machine, _: machine.call(*machine.pop(2)),
+    "BUILD": lambda machine, _: machine.build(*machine.pop(1)),
 }

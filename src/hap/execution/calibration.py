@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, copied, eval_mode
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import call_arguments, copied, eval_mode, hooked
 from hap.utils.plain_mapping import as_dict
 
 RIDGE = 1e-6
@@ -38,11 +37,6 @@ def pairs(batches: Iterable[Any] | None, device: torch.device) -> Iterator[tuple
         raise HapError("batches yields nothing; pass a list or a data loader with at least one (input, target)")
 
 
-def inputs_of(batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
-    """The inputs of (input, target) batches, on a device."""
-    return (x for x, _ in pairs(batches, device))
-
-
 def patches(module: nn.Module, x: Tensor) -> Tensor:
     """What each output position of a layer sees: (positions, inputs * kernel area), in float64."""
     if isinstance(module, nn.Linear):
@@ -61,7 +55,7 @@ def grams(model: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dic
         sums[name] = sums[name].addmm_(rows.t(), rows) if name in sums else rows.t() @ rows
 
     with eval_mode(model), torch.no_grad(), hooked(model, before=[(n, partial(add, n)) for n in names]):
-        for x in inputs_of(batches, next(model.parameters()).device):
+        for x, _ in pairs(batches, next(model.parameters()).device):
             args, kwargs = copied(call_arguments(x))
             model(*args, **kwargs)
     return sums

@@ -1,18 +1,24 @@
-"""Example inputs: how a model is called with them, or with other tensors, and how they are described in a file."""
+"""How a model is called: with example inputs, with other tensors, in another mode, with hooks that last for a while."""
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.utils.module_tree import named_tensors
 from hap.utils.plain_mapping import as_dict
+
+Hooks = Iterable[tuple[str, Callable[..., Any]]]
+"""Names of modules, each with a hook as torch's register_forward_pre_hook or register_forward_hook take it."""
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+"""The names of torch's recurrent functions."""
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
@@ -42,16 +48,39 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(modes)
+        for module, mode in modes:  # by the method, which a class may have made its own to change more than a flag
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in modes:
+            module.training = mode
 
 
-def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
-    """By the method, which a class may have made its own to change more than a flag, outer ones first; then by flag."""
-    for module, mode in modes:
-        if module.training != mode:
-            module.train(mode)
-    for module, mode in modes:
-        module.training = mode
+@contextmanager
+def hooked(model: nn.Module, before: Hooks = (), after: Hooks = (), first: bool = False) -> Iterator[None]:
+    """Inside, these hooks run at each call of a module: `before(module, args)` may replace what it is called with,
+    `after(module, args, output)` what it returns. With `first` these run in front of those that are there already."""
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for name, hook in before:
+            stack.callback(modules[name].register_forward_pre_hook(hook).remove)
+        for name, hook in after:
+            stack.callback(modules[name].register_forward_hook(hook, prepend=first).remove)
+        yield
+
+
+def differentiable(model: nn.Module) -> AbstractContextManager[object]:
+    """Inside, what the model computes can be derived, in eval mode and twice, as cuDNN's recurrent layers cannot be."""
+    cuda = any(isinstance(m, nn.RNNBase) and next(m.parameters()).is_cuda for m in model.modules())
+    return _RecurrentWithoutCudnn() if cuda else nullcontext()
+
+
+class _RecurrentWithoutCudnn(TorchFunctionMode):
+    """Inside, recurrent layers are made of torch's own operators. All other layers are as fast as ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recurrent = getattr(func, "__name__", None) in RECURRENT
+        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -24,10 +24,6 @@ LAYERS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 ATTENTION = functional.scaled_dot_product_attention
 ATTENTIONS = {ATTENTION, torch.ops.aten.scaled_dot_product_attention.default}
 
-_FIELDS = "shape dtype device ndim layout requires_grad grad is_leaf is_cuda is_sparse is_quantized is_meta is_nested"
-_READS_NO_VALUES = {getattr(Tensor, name).__get__ for name in _FIELDS.split()}
-_READS_NO_VALUES |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex}
-
 
 @dataclass(frozen=True)
 class SparseWeight:
@@ -42,11 +38,12 @@ class SparseWeight:
         nothing = torch.full((), math.nan, dtype=self.small.dtype, device=self.small.device)
         return nn.Parameter(nothing.expand(self.shape), requires_grad=False)
 
-    def full(self) -> Tensor:
+    def full(self, zero: float = 0.0) -> Tensor:
+        """The tensor, with something in place of zero."""
         tensor = self.small
         for dim, index in self.index.items():
             shape = [*tensor.shape[:dim], self.shape[dim], *tensor.shape[dim + 1 :]]
-            tensor = tensor.new_zeros(shape).index_copy_(dim, index, tensor)
+            tensor = tensor.new_full(shape, zero).index_copy_(dim, index, tensor)
         return tensor
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *rest: Any) -> Tensor | None:
@@ -97,7 +94,7 @@ class SkippingZeros(TorchFunctionMode):
             x, weight, bias = (*args[:3], None)[:3]
             if (result := self.sparse[id(weight)].apply(func, x, bias, *args[3:])) is not None:
                 return result
-        if func not in _READS_NO_VALUES and self._occurs((*args, *kwargs.values())):
+        if self._occurs((*args, *kwargs.values())):
             args, kwargs = pytree.tree_map_only(nn.Parameter, self._real, (args, kwargs))
         return func(*args, **kwargs)
 

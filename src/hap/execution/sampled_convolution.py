@@ -25,7 +25,8 @@ class SampledConvolutions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.convolution.default and not args[6]:  # which would be a transposed one
             x, weight, bias, *settings, _, _, _ = args
-            stride, padding, dilation = (_each(values, weight.ndim - 2) for values in settings)
+            axes = x.ndim - 2
+            stride, padding, dilation = (each * axes if len(each) == 1 else each for each in settings)
             sides = _sides(x, weight, stride, padding, dilation)
             steps = [step_of(side) for side in sides]
             if max(steps) > 1:
@@ -40,11 +41,6 @@ def step_of(side: int) -> int:
     turns, as by a pixel shuffle."""
     step = next(n for n in count(max(1, side // ABOUT)) if n % 2 and n % 3)
     return step if side > (FEWEST - 1) * step else 1
-
-
-def _each(values: list[int], axes: int) -> list[int]:
-    """A setting for each axis of a map: a single one holds for all."""
-    return [*values] * axes if len(values) == 1 else [*values]
 
 
 def _sides(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:

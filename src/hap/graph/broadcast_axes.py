@@ -20,7 +20,7 @@ Axis = tuple[Factor, ...]
 """Lengths whose product is that of the axis, outer ones first, and whether the tensor differs along each."""
 KEY, GIVEN = "hap.axes", "hap.given"
 COPYING, EXPANDING, FILLING = having(Trait.COPIES), having(Trait.EXPANDS), having(Trait.FILLS)
-SAME_ORDER, UNCHANGED = having(Trait.SAME_ORDER), having(Trait.UNCHANGED)
+SAME_ORDER = having(Trait.SAME_ORDER)
 
 
 def varying_shape(node: fx.Node) -> tuple[int, ...]:
@@ -57,15 +57,13 @@ def _found(node: fx.Node) -> list[Axis]:
         return [_axis(n, own=False) for n in shape] if not _written_to(node) else whole
     if not operands or name == "":
         return whole
-    if name in UNCHANGED and shape_of(operands[0]) == shape:
-        return _axes(operands[0])
     if name in EXPANDING:
-        return _expanded(_axes(operands[0]), shape)
+        return _combined(operands[:1], shape)
     if name in SAME_ORDER and math.prod(shape_of(operands[0])) == math.prod(shape):
         return _regrouped(_axes(operands[0]), shape) or whole
     if name in STRUCTURAL:
         return _moved(node, operands[0]) or whole
-    return _combined([_axes(a) for a in operands], shape) if is_pointwise(node) else whole
+    return _combined(operands, shape) if is_pointwise(node) else whole
 
 
 def _axis(size: int, own: bool = True) -> Axis:
@@ -76,11 +74,6 @@ def _written_to(node: fx.Node) -> bool:
     """Whether a tensor may be filled with other values later, by itself or through a view of it."""
     names = {short_name(user) for user in node.users if user.op == "call_function"} - COPYING
     return any(name.endswith("_") or name in STRUCTURAL for name in names)
-
-
-def _expanded(before: list[Axis], shape: Sequence[int]) -> list[Axis]:
-    aligned = [()] * (len(shape) - len(before)) + before
-    return [axis or _axis(n, own=False) for n, axis in zip(shape, aligned, strict=True)]
 
 
 def _regrouped(before: list[Axis], shape: Sequence[int]) -> list[Axis] | None:
@@ -116,11 +109,12 @@ def _moved(node: fx.Node, source: fx.Node) -> list[Axis] | None:
     return [_axis(n, result.stride(d) != 0) for d, n in enumerate(result.shape)]
 
 
-def _combined(operands: list[list[Axis]], shape: Sequence[int]) -> list[Axis]:
-    """Of operands that are broadcast against each other."""
+def _combined(operands: list[fx.Node], shape: Sequence[int]) -> list[Axis]:
+    """Of operands that are broadcast against each other, or of one that is expanded."""
     found = []
+    known = [_axes(operand) for operand in operands]
     for d, size in enumerate(reversed(shape), 1):
-        axes = {_simplest(axes[-d]) for axes in operands if d <= len(axes)}
+        axes = {_simplest(axes[-d]) for axes in known if d <= len(axes)}
         differing = {axis for axis in axes if _differs(axis)}
         found.append(differing.pop() if len(differing) == 1 else _axis(size, own=len(differing) > 0))
     return found[::-1]

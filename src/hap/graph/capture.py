@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import cache, partial
 from io import StringIO
 from types import SimpleNamespace, TracebackType
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +29,10 @@ from hap.execution.calling import call_arguments, eval_mode, forgetting_caches, 
 from hap.execution.input_checks import check_given
 from hap.execution.model_outputs import returning_plain_outputs
 from hap.graph.nodes import schema_name
-from hap.graph.shared_tables import CalledArguments, recording_calls
+from hap.utils.module_tree import takes_hooks
+
+CalledArguments = dict[str, list[dict[int | str, tuple[int, ...]]]]
+"""By module, for each of its calls, the shapes of the tensors that it is called with."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,11 @@ class Captured:
 def capture(model: nn.Module, example: Any) -> Captured:
     """What torch.export captures of the model. CaptureError: it cannot."""
     check_given(model, example)
-    known = SizesKnown()
     try:
-        return captured(model, example, known)
+        return captured(model, example)
+    except CaptureError:
+        raise
     except Exception as error:
-        if known.unknown is not None:
-            raise CaptureError(
-                f"torch.export cannot tell the sizes of {type(model).__name__} on this example: that of what "
-                f"{known.unknown} returns depends on tensor values. Trace parts of the model instead, see hap.parts."
-            ) from error
         check_runs(model, example)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CaptureError(
@@ -61,27 +61,17 @@ def capture(model: nn.Module, example: Any) -> Captured:
         ) from error
 
 
-def captured(
-    model: nn.Module, example: Any, known: SizesKnown | None = None, training: Set[nn.Module] = frozenset()
-) -> Captured:
-    """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training."""
-    return captured_call(model, *call_arguments(example), known or SizesKnown(), training)
+def captured(model: nn.Module, example: Any, training: Set[nn.Module] = frozenset()) -> Captured:
+    """As `capture`, but with whatever torch.export raises. Modules in `training` run as they do in training.
 
-
-def captured_call(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    known: SizesKnown,
-    training: Set[nn.Module] = frozenset(),
-) -> Captured:
-    """What torch.export captures in eval mode. It is stopped as soon as a size is not known, and prints nothing.
-
-    What modules have written out before would be constants of the graph, and what they write out now is of no use.
+    It is stopped as soon as a size is not known, and prints nothing. What modules have written out before would be
+    constants of the graph, and what they write out now is of no use.
     """
+    args, kwargs = call_arguments(example)
+    known = SizesKnown(type(model).__name__)
     start_autograd()
     with ExitStack() as stack:
-        called, shapes = stack.enter_context(recording_calls(model))
+        called, shapes = stack.enter_context(_recording_calls(model))
         quiet = (_plainly(), torch.no_grad(), redirect_stderr(StringIO()))
         for context in (*quiet, forgetting_caches(model), eval_mode(model), seeded(), known):
             stack.enter_context(context)
@@ -97,10 +87,30 @@ def captured_call(
 
 
 @contextmanager
+def _recording_calls(model: nn.Module) -> Iterator[tuple[CalledArguments, dict[str, int]]]:
+    """Notes what modules are called with. Of those with submodules it counts the calls that return one tensor just like
+    their first argument; -1: some other call."""
+    called: CalledArguments = {}
+    alike: dict[str, int] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        called.setdefault(name, []).append({k: tuple(v.shape) for k, v in given if isinstance(v, Tensor)})
+        if name and [*module.children()]:
+            same = bool(args) and all(isinstance(x, Tensor) for x in (args[0], output))
+            same = same and (args[0].shape, args[0].dtype) == (output.shape, output.dtype)
+            alike[name] = alike.get(name, 0) + 1 if same and alike.get(name, 0) >= 0 else -1
+
+    with ExitStack() as stack:
+        for name, module in ((n, m) for n, m in model.named_modules() if takes_hooks(m)):
+            stack.callback(module.register_forward_hook(partial(note, name), with_kwargs=True).remove)
+        yield called, alike
+
+
+@contextmanager
 def _leaving_nothing(model: nn.Module) -> Iterator[None]:
-    """Tensors under names that modules do not have are gone again after, such as what a forward keeps for others: while
-    it is captured they have no data, and no copy can be made. Other new attributes stay: one may say what else was
-    done, such as that hooks were put in place."""
+    """What a forward keeps of tensors under new names is gone again after: while it is captured they have no data, and
+    no copy can be made. Other new attributes stay: one may say that hooks were put in place."""
     before = [(module, set(vars(module))) for module in model.modules()]
     try:
         yield
@@ -117,50 +127,35 @@ _NO_TRACEBACK: Any = SimpleNamespace(extract=lambda *_, **__: _NO_TRACEBACK, sum
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Inside, torch.export does not note for each node where in the source it comes from, and writes no code of the
-    graph before somebody runs it: a quarter of its time, where this version of torch lets it be left out."""
+    """Inside, torch.export does not note where in the source each node comes from, and writes no code of the graph
+    before somebody runs it: a quarter of its time."""
     where, name, value = getattr(fx, "config", None), "do_not_emit_stack_traces", cast(Any, True)
     if not hasattr(where, name):  # torch 2.11 and before
         where, name, value = fx.proxy, "CapturedTraceback", _NO_TRACEBACK
     with ExitStack() as stack:
         if hasattr(where, name):
-            stack.callback(setattr, where, name, getattr(where, name))
-            setattr(where, name, value)
+            stack.enter_context(mock.patch.object(where, name, value))
         if _use_lazy_graph_module is not None:
             stack.enter_context(_use_lazy_graph_module(True))
         yield
 
 
-@functools.cache
+@cache
 def start_autograd() -> None:
-    """Let autograd count the devices before torch.export does, in a build for GPUs on a machine without one.
-
-    From then on torch acts as if there were some. Autograd, if it begins after that, starts a thread for each, and now
-    and then one of these ends the process.
-    """
+    """Let autograd count the devices first, in a build for GPUs on a machine without one: after torch.export it would
+    find some, and start a thread for each, and now and then one of these ends the process."""
     if torch.backends.cuda.is_built() and not torch.cuda.device_count():
         with torch.inference_mode(False), torch.enable_grad():
             torch.ones((), requires_grad=True).backward()
 
 
-@contextmanager
-def exporting(flag: object = True) -> Iterator[None]:
+def exporting(flag: object = True) -> AbstractContextManager[object]:
     """Inside, torch says that it exports, and models run as they do when they are captured."""
-    flags = {name: getattr(torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")}
-    try:
-        for name in flags:
-            setattr(torch.compiler, name, flag)
-        yield
-    finally:
-        for name, before in flags.items():
-            setattr(torch.compiler, name, before)
+    return mock.patch.multiple(torch.compiler, _is_compiling_flag=flag, _is_exporting_flag=flag)
 
 
 class Asked:
-    """Says `exporting` that torch does not, and notes if a model wants to know. One that does not goes one way only.
-
-    `known`: a model ran with it, so that `heard` tells.
-    """
+    """Tells models that torch does not export, and notes in `heard` if one wants to know. `known`: one ran with it."""
 
     def __init__(self) -> None:
         self.heard = self.known = False
@@ -181,11 +176,11 @@ class Asked:
 
 
 class SizesKnown(TorchFunctionMode):
-    """Raises as soon as a size depends on values, and notes where: torch.export goes on for long before it gives up."""
+    """Raises as soon as a size depends on values: torch.export goes on for long before it gives up."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__()
-        self.unknown: str | None = None
+        self.model = model
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -196,8 +191,10 @@ class SizesKnown(TorchFunctionMode):
     def check(self, what: str, values: Any) -> None:
         sizes = (size for x in pytree.tree_leaves(values) if isinstance(x, Tensor) for size in x.shape)
         if not all(type(size) is int for size in sizes):
-            self.unknown = what
-            raise HapError(f"the size of what {what} returns depends on tensor values")
+            raise CaptureError(
+                f"torch.export cannot tell the sizes of {self.model} on this example: that of what {what} returns "
+                "depends on tensor values. Trace parts of the model instead, see hap.parts."
+            )
 
 
 CHOOSING = {getattr(owner, name) for owner in (torch, Tensor) for name in "nonzero masked_select where unique".split()}

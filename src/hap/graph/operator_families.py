@@ -12,7 +12,7 @@ from enum import Flag, auto
 class Trait(Flag):
     """What holds for an operator, whichever rule it has."""
 
-    LINEAR = auto()  # the result is, almost everywhere, linear in the activations that enter
+    PIECEWISE_LINEAR = auto()  # the result is, almost everywhere, linear in the activations that enter
     KEEPS_ZERO = auto()  # a function of one tensor that maps a channel of zeros to a channel of zeros
     SIZED = auto()  # it may have sizes among its arguments, which a forward may have hard-coded
     MULTIPLIES = auto()  # it multiplies by weights or activations with each other, and the multiply-adds are counted
@@ -22,9 +22,7 @@ class Trait(Flag):
     TAKES_PARTS = auto()  # it makes a view that has parts of the axes of a tensor, in some order
     SPLITS = auto()  # it makes several parts along one axis
     EXPANDS = auto()  # it repeats a tensor along axes without copying
-    COPIES = (
-        auto()
-    )  # it moves elements to where the source is not: what is written there later does not change the source
+    COPIES = auto()  # it moves elements elsewhere: what is written there later does not change the source
     FILLS = auto()  # it makes a tensor of one value
     AVERAGES = auto()  # a reduction that spans an axis as a norm does: what is left of the axis is averaged on
 
@@ -51,7 +49,7 @@ def _declare(family: str, traits: Trait, names: str, in_place: bool = True) -> N
             OPERATORS[known] = Operator(family, traits)
 
 
-LINEAR, KEEPS_ZERO, SIZED, MULTIPLIES = Trait.LINEAR, Trait.KEEPS_ZERO, Trait.SIZED, Trait.MULTIPLIES
+LINEAR, KEEPS_ZERO, SIZED, MULTIPLIES = Trait.PIECEWISE_LINEAR, Trait.KEEPS_ZERO, Trait.SIZED, Trait.MULTIPLIES
 TAKES_PARTS, SAME_ORDER, COPIES = Trait.TAKES_PARTS, Trait.SAME_ORDER, Trait.COPIES
 
 _declare("pointwise", LINEAR | KEEPS_ZERO | Trait.UNCHANGED, "alias clone contiguous detach")
@@ -101,7 +99,7 @@ _declare("matmul", MULTIPLIES, "bmm matmul mm", in_place=False)
 _declare("attention", MULTIPLIES, "scaled_dot_product_attention", in_place=False)
 _declare("recurrent", MULTIPLIES, "gru lstm rnn_relu rnn_tanh", in_place=False)
 _declare("cell", MULTIPLIES, "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell", in_place=False)
-for _name in ("baddbmm", "einsum", "tensordot"):  # of tables they make other tables: see shared_tables
+for _name in ("baddbmm", "einsum", "tensordot"):  # they also make tables out of tables: see index.py
     _declare(_name, NONE, _name, in_place=False)
 
 _declare("channel_norm", LINEAR, "batch_norm")

@@ -24,7 +24,7 @@ from hap.execution.calling import call_arguments
 from hap.execution.fast_copy import copy_with
 from hap.execution.input_checks import check_given
 from hap.execution.sampled_convolution import SampledConvolutions
-from hap.graph.capture import Captured, SizesKnown, capture, captured, captured_call, check_runs, running_modules
+from hap.graph.capture import Captured, capture, captured, check_runs, running_modules
 from hap.utils.module_tree import named_tensors, takes_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -92,11 +92,24 @@ def parts(model: nn.Module, example: Any) -> Parts:
 
 
 def captured_parts(model: nn.Module, example: Any) -> tuple[Parts, Captured]:
-    """The view that `parts` makes, with what torch.export captures of it: that takes as long as all the rest."""
-    calls, choosing = _calls(model, example)
-    if (found := _at_once(model, calls, choosing)) is not None:
-        return found
-    view = _one_by_one(model, calls, choosing)
+    """The view that `parts` makes, with what torch.export captures of it: that takes as long as all the rest.
+
+    What keeps torch.export from a module is most often a choice by value, which running the model shows. If anything
+    else does, the modules that were running are left out, for those inside of them to be tried. Where none was running,
+    or that leads nowhere soon, each is tried by itself.
+    """
+    calls, failing = _calls(model, example)
+    for _ in range(MOST_BLAMED):
+        view = _view(model, calls, failing)
+        try:
+            return view, captured(view, view.example)
+        except Exception as error:  # whatever it is, it need not be in all of them
+            running = {id(module) for module in running_modules(error)}
+        blamed = {name for name, module in _able(model, calls, failing).items() if id(module) in running}
+        failing |= blamed
+        if not blamed:
+            break
+    view = _one_by_one(model, calls, failing)
     return view, capture(view, view.example)
 
 
@@ -112,46 +125,22 @@ def view_where_it_chooses(model: nn.Module, example: Any) -> Parts | None:
     return _view(model, calls, choosing) if WHOLE in choosing else None
 
 
-def _at_once(model: nn.Module, calls: list[Noted], failing: set[str]) -> tuple[Parts, Captured] | None:
-    """The largest modules that do not fail, all captured at once. What keeps torch.export from a module is most often
-    a choice by value, which running the model shows.
-
-    Where that fails, the modules that were running are added to `failing`, for those inside of them to be tried. None:
-    no module was running, or that leads nowhere soon.
-    """
-    for _ in range(MOST_BLAMED):
-        able = _able(model, calls, failing)
-        view = _view(model, calls, failing)
-        try:
-            return view, captured(view, view.example)
-        except Exception as error:  # whatever it is, it need not be in all of them
-            running = {id(module) for module in running_modules(error)}
-        blamed = {name for name, module in able.items() if id(module) in running}
-        if not blamed:
-            return None
-        failing |= blamed
-    return None
-
-
 def _one_by_one(model: nn.Module, calls: list[Noted], failing: set[str]) -> Parts:
     """A view of the largest modules that torch.export captures by themselves; others are added to `failing`."""
     fine: set[str] = set()
     while True:
         view = _view(model, calls, failing)
         first = dict(zip(reversed(view.names), reversed(view.example), strict=True))  # the first call of each
-        untried = [name for name in dict.fromkeys(view.names) if name not in fine]
-        if not untried:
+        unfit = {n for n, call in first.items() if n not in fine and not captures(model.get_submodule(n), *call)}
+        if not unfit:
             return view
-        fit = {name for name in untried if captures(model.get_submodule(name), *first[name])}
-        fine |= fit
-        failing |= set(untried) - fit
+        fine |= first.keys() - unfit
+        failing |= unfit
 
 
 def _able(model: nn.Module, calls: list[Noted], failing: set[str]) -> dict[str, nn.Module]:
-    """Modules that ran and neither fail nor ever run one that does, outer ones first.
-
-    One that fails where it is called by itself is not seen there, so it must not be cut inside of others either.
-    """
+    """Modules that ran, outer ones first, without those that fail when called by themselves and those that ever
+    run one of these."""
     unable = set(failing)
     while more := {name for noted in calls if noted.name in unable for name in noted.running} - unable:
         unable |= more
@@ -253,10 +242,8 @@ def _by_mask(indices: Any) -> bool:
 
 
 def _calls(model: nn.Module, example: Any, last: bool = False) -> tuple[list[Noted], set[str]]:
-    """What every submodule with parameters is called with when the model runs, and which of them choose by value.
-
-    With `last`, a call after a choice is an error. Tensors are copied only if something writes there.
-    """
+    """What every submodule with parameters is called with when the model runs, and which of them choose by value; with
+    `last`, a call after a choice is an error. Tensors are copied only if something writes there."""
     for copying in (False, True):
         with _Run(copying, last) as noted, ExitStack() as stack:
             for name, module in model.named_modules():
@@ -271,11 +258,8 @@ def _calls(model: nn.Module, example: Any, last: bool = False) -> tuple[list[Not
 
 
 def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]] | None:
-    """What `_calls` returns, from a coarse run, which takes a fraction of the time.
-
-    None where it does not run, or where modules are called after a choice: how many boxes they get is up to the true
-    values. A copy runs, since a forward may keep what it computes, such as anchors.
-    """
+    """What `_calls` returns, from a coarse run of a copy, which takes a fraction of the time. None where that fails, or
+    where modules are called after a choice: how many boxes they get is up to the true values."""
     try:
         copy = copy_with(model, {})
         with SampledConvolutions():
@@ -286,8 +270,9 @@ def _coarse_calls(model: nn.Module, example: Any) -> tuple[list[Noted], set[str]
 
 def captures(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.export gives a graph of this module in which every size is known."""
+    view = Parts(nn.ModuleList([module]), [("0", (args, kwargs))])
     try:
-        captured_call(module, args, kwargs, SizesKnown())
-    except Exception:  # whatever keeps torch.export from it, its own parts are tried next
+        capture(view, view.example)
+    except HapError:  # whatever keeps torch.export from it, its own parts are tried next
         return False
     return True

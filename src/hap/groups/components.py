@@ -23,14 +23,6 @@ def components(count: int, a: Ints, b: Ints) -> Ints:
             root = jumped
 
 
-def merged(root: Ints, a: Ints, b: Ints) -> Ints:
-    """The components once there are edges a[i]-b[i] between some of their members too: few, beside all members."""
-    ends, places = np.unique(np.concatenate([root[a], root[b]]), return_inverse=True)
-    towards = np.arange(len(root))
-    towards[ends] = ends[components(len(ends), places[: len(a)], places[len(a) :])]
-    return towards[root]
-
-
 def distinct(labels: ArrayLike) -> Ints:
     """The labels that there are, in order. Those of an axis most often are so already, which is quick to see."""
     flat = np.ravel(np.asarray(labels))

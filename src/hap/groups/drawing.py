@@ -42,7 +42,7 @@ def to_svg(groups: Groups) -> str:
     """The drawing as the text of an SVG file."""
     weights = _layers(groups)
     rails = _rails(groups, weights)
-    fixed = [not any(p.weight == weight for g in groups.values() for p in g.producers) for weight in weights]
+    fixed = set(range(len(weights))).difference(*(rail.makes for rail in rails))
     names = [w.removesuffix(".weight") for w in weights]
     sizes = [" x ".join(map(str, groups.shapes[w])) for w in weights]
     notes = _notes(groups, names, rails, fixed)
@@ -52,15 +52,12 @@ def to_svg(groups: Groups) -> str:
     reasons = [f"{f.what}: {f.why}" for f in groups.frozen]
     width = right + LETTER * max(map(len, [*notes, *reasons, "group"])) + MARGIN
     rows = enumerate(zip(names, sizes, notes, strict=True))
+    corners = [(lanes - 4, _y(row) - 4) for row in sorted(fixed)]
     body = [
         *_heading(groups, (MARGIN, left, right)),
         *(_row(i, texts, (MARGIN, left, right), width) for i, texts in rows),
         *(_rail(rail, lanes) for rail in rails),
-        *(
-            f'<rect class="frozen" x="{lanes - 4:.1f}" y="{_y(i) - 4:.1f}" width="8" height="8"/>'
-            for i, stays in enumerate(fixed)
-            if stays
-        ),
+        *(f'<rect class="frozen" x="{x:.1f}" y="{y:.1f}" width="8" height="8"/>' for x, y in corners),
         *([_text(MARGIN, _y(len(weights)) + ROW, "left alone", "faint")] if reasons else []),
         *(_text(MARGIN, _y(len(weights)) + ROW * i - 6, reason) for i, reason in enumerate(reasons, 2)),
     ]
@@ -96,15 +93,14 @@ def _rails(groups: Groups, weights: list[str]) -> list[Rail]:
     return rails
 
 
-def _notes(groups: Groups, names: list[str], rails: list[Rail], fixed: list[bool]) -> list[str]:
+def _notes(groups: Groups, names: list[str], rails: list[Rail], fixed: set[int]) -> list[str]:
     """What stands at the right of each row: the groups that begin there, or why the layer's outputs stay."""
     notes: list[list[str]] = [[] for _ in names]
     for rail in rails:
         notes[rail.makes[0]].append(_describe(rail.group))
     reasons = {f.what: f": {f.why}" for f in reversed(groups.frozen)}
-    for name, stays, note in zip(names, fixed, notes, strict=True):
-        if stays and not note:
-            note.append(f"stays{reasons.get(name, '')}")
+    for row in fixed:
+        notes[row].append(f"stays{reasons.get(names[row], '')}")
     return ["; ".join(note) for note in notes]
 
 

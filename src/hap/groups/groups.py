@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,8 @@ class Groups(Mapping[str, Group]):
             head_tails=tails[tails.all(1)],
         )
 
-    def restricted(self, modules: Iterable[str], groups: Container[str]) -> Groups:
-        """A copy without what belongs to these modules, and without these groups, which are those inside them."""
+    def restricted(self, modules: Iterable[str]) -> Groups:
+        """A copy without what belongs to these modules, and without the groups inside them."""
         inside = tuple(f"{module}." for module in modules)
 
         def outside(name: str) -> bool:
@@ -108,7 +108,7 @@ class Groups(Mapping[str, Group]):
         costs = self.costs
         return replace(
             self,
-            groups={n: g for n, g in self.groups.items() if n not in groups},
+            groups={n: g for n, g in self.groups.items() if outside(n)},
             axes={key: classes for key, classes in self.axes.items() if outside(key[0])},
             shapes={n: shape for n, shape in self.shapes.items() if outside(n)},
             trainable=frozenset(filter(outside, self.trainable)),

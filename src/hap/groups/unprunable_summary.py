@@ -1,4 +1,4 @@
-"""What stays whole that a user would expect to shrink, in one sentence. `tracing/unprunable.py` finds it."""
+"""What stays whole that a user would expect to shrink, in one sentence. `tracing/build_groups.py` finds it."""
 
 import math
 import re

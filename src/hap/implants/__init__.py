@@ -10,28 +10,18 @@ from typing import Any
 
 from hap.errors import Argument, HapError
 from hap.implants.base import ChannelImplant, Implant, ImplantModule
+from hap.implants.factorised import DepthwiseSeparable, SpatialLowRank
 from hap.implants.narrow_heads import NarrowHeads
 from hap.implants.pointwise import LowRank, Pointwise
-from hap.implants.separable import DepthwiseSeparable
-from hap.implants.spatial import SpatialLowRank
 
 KINDS: dict[str, type[Implant]] = {
     kind.__name__: kind for kind in (Pointwise, LowRank, DepthwiseSeparable, SpatialLowRank, NarrowHeads)
 }
 
 __all__ = [
-    "KINDS",
-    "ChannelImplant",
-    "DepthwiseSeparable",
-    "Implant",
-    "ImplantModule",
-    "LowRank",
-    "NarrowHeads",
-    "Pointwise",
-    "SpatialLowRank",
-    "as_implant",
-    "implant_from_dict",
-]
+    "KINDS", "ChannelImplant", "DepthwiseSeparable", "Implant", "ImplantModule", "LowRank", "NarrowHeads",
+    "Pointwise", "SpatialLowRank", "as_implant", "implant_from_dict",
+]  # fmt: skip
 
 
 def implant_from_dict(values: dict[str, Any]) -> Implant:

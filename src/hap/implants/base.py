@@ -30,9 +30,8 @@ class ImplantModule(nn.Module, ABC):
     @property
     def bias_values(self) -> Tensor | None:
         """One value per row, or None."""
-        last: Any = list(self.children())[-1]
-        bias: Tensor | None = last.bias
-        return bias
+        *_, last = self.children()
+        return last.bias  # type: ignore[return-value]
 
 
 def convolution(weight: Tensor, bias: Tensor | None = None, groups: int = 1, **settings: Any) -> nn.Conv2d:
@@ -55,7 +54,7 @@ class Implant(ABC):
     ratio: float = 0.2
 
     blind: ClassVar[bool] = False
-    """Whether what it can replace goes first, whatever the scores say of the rest: the paper's control."""
+    """Whether units that it can replace are taken first, before any score is looked at: the paper's control."""
     needs_head_spaces: ClassVar[bool] = False
     """Whether planning has to know where heads can be narrowed, which `hap.narrowable` finds out."""
     needs_inputs: ClassVar[bool] = False

@@ -8,11 +8,8 @@ import numpy as np
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
-from hap.groups.types import Bools, HeadSpace, InputSelection, Ints, OutputScatter, SizeAttribute
+from hap.groups.types import Bools, HeadSpace, InputSelection, Ints, OutputScatter
 from hap.implants.base import Implant
-
-Axes = dict[tuple[str, int], Ints]
-Layer = tuple[str, Ints, Ints, bool]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,9 @@ class NarrowHeads(Implant):
                 for axis in part.axes:
                     axes[axis][part.start + self.width(space) : part.start + part.width] = tail
         layers = list(_narrowed(groups, axes))
-        follow = tuple(_followed(length, layers) for length in groups.rewiring.size_attributes)
+        left = {(name, before.tobytes()): now for name, now, before, _ in layers}
+        counts = groups.rewiring.size_attributes
+        follow = tuple(replace(x, classes=left.get((x.module, x.classes.tobytes()), x.classes)) for x in counts)
         return replace(
             groups,
             axes=axes,
@@ -73,17 +72,9 @@ class NarrowHeads(Implant):
         )
 
 
-def _narrowed(groups: Groups, axes: Axes) -> Iterator[Layer]:
+def _narrowed(groups: Groups, axes: dict[tuple[str, int], Ints]) -> Iterator[tuple[str, Ints, Ints, bool]]:
     """The layers that are changed, each with the classes of its heads now and before, and whether it reads them."""
     readers = {key for s in groups.head_spaces for key in groups[s.group].consumers}
     for axis in dict.fromkeys((p.weight, p.dim) for s in groups.head_spaces for p in (*s.left, *s.right)):
         if not np.array_equal(axes[axis], groups.axes[axis]):
             yield axis[0].rpartition(".")[0], axes[axis], groups.axes[axis], axis in readers
-
-
-def _followed(length: SizeAttribute, layers: list[Layer]) -> SizeAttribute:
-    """A layer's own count of its outputs or inputs counts what is left of narrow heads."""
-    for module, now, before, _ in layers:
-        if module == length.module and np.array_equal(length.classes, before):
-            length = replace(length, classes=now)
-    return length

@@ -232,8 +232,8 @@ def _check_ties(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Modul
 
 
 def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Where all tensors of a dtype take a wider one, those that are not in the file were rounded when the model was
-    made. A file with both holds a model of mixed precision, whose tables have the narrow one for all that it says."""
+    """Refuse a model in a narrower dtype than the file if it has buffers that are not in the file: they were rounded
+    when it was made. A file with both dtypes holds a model of mixed precision, and nothing tells of its buffers."""
     state, stored = _tensors(model), {tensor.dtype for tensor in tensors.values()}
     wider = {t.dtype: d for n, t in state.items() if (d := _holding(t.dtype, tensors[n].dtype)) != t.dtype}
     for name, buffer in model.named_buffers():
@@ -246,19 +246,17 @@ def _check_not_rounded(path: str | Path, tensors: Mapping[str, Tensor], model: n
 
 
 def _compare(path: str | Path, checkpoint: Checkpoint, model: nn.Module) -> None:
-    state = _tensors(model)
-    for name, tensor in state.items():
-        shape = checkpoint.shapes.get(checkpoint.aliases.get(name, name))
-        if shape is None:
-            raise HapError(f"{path} has no tensor {name!r}, which the model needs; was it saved from another model?")
-        if shape != list(tensor.shape):
-            raise HapError(
-                f"{path} was saved from another model: {name} has shape {shape} there and {list(tensor.shape)} here"
-            )
-    beside = model.state_dict().keys() - state.keys()
-    if lacking := sorted(beside - checkpoint.extra.keys()):
-        raise HapError(f"{path} has no {lacking[0]!r}, which the model needs; was it saved from another model?")
-    if extra := [n for n in (*checkpoint.shapes, *checkpoint.extra) if n not in state and n not in beside]:
+    """What the file and the model hold, by name: the shapes of tensors, None for other values."""
+    aliases = {name: checkpoint.shapes.get(first) for name, first in checkpoint.aliases.items()}
+    held = {**checkpoint.shapes, **aliases, **dict.fromkeys(checkpoint.extra)}
+    needed = {n: list(x.shape) if isinstance(x, Tensor) else None for n, x in model.state_dict().items()}
+    for name, shape in needed.items():
+        if name not in held or (held[name] is None) != (shape is None):
+            what = repr(name) if shape is None else f"tensor {name!r}"
+            raise HapError(f"{path} has no {what}, which the model needs; was it saved from another model?")
+        if held[name] != shape:
+            raise HapError(f"{path} was saved from another model: {name} has shape {held[name]} there and {shape} here")
+    if extra := [n for n in (*checkpoint.shapes, *checkpoint.extra) if n not in needed]:
         raise HapError(f"{path} was saved from another model: it holds {extra[0]!r}, which this one does not have")
 
 

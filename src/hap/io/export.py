@@ -16,10 +16,9 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from hap.errors import Argument, ForPython, HapError
+from hap.errors import Argument, ForPython, HapError, optional_package
 from hap.execution.calling import call_arguments, eval_mode, seeded
-from hap.execution.compare_outputs import difference, output_tensors
-from hap.execution.model_outputs import returning_plain_outputs
+from hap.execution.model_outputs import difference, output_tensors, returning_plain_outputs
 from hap.graph.capture import start_autograd
 from hap.io.fold_batchnorm import fold_batchnorms
 from hap.utils.atomic_files import write_atomic
@@ -58,7 +57,8 @@ def export(
     None, are refused.
     """
     path = Path(path)
-    _writer(path)
+    if path.suffix not in _WRITERS:
+        raise HapError(f"cannot export to {path}: the name must end in .onnx or .pt2")
     axes = _dynamic(example, dynamic_batch, dynamic_axes)
     if dynamic_batch and _length(example, 0) == 1:  # torch.export takes an axis of length 1 for one that never changes
         example = _resized(example, {0: 2})
@@ -73,15 +73,8 @@ def export(
 
 def write(path: Path, program: ExportedProgram) -> Path:
     """Write a captured program as the ending of the path says."""
-    write_atomic(path, lambda temporary: _writer(path)(temporary, program))
+    write_atomic(path, lambda temporary: _WRITERS[path.suffix](temporary, program))
     return path
-
-
-def _writer(path: Path) -> Callable[[Path, ExportedProgram], None]:
-    writers = {".onnx": _onnx, ".pt2": _program}
-    if path.suffix not in writers:
-        raise HapError(f"cannot export to {path}: the name must end in .onnx or .pt2")
-    return writers[path.suffix]
 
 
 def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> ExportedProgram:
@@ -195,11 +188,9 @@ def _free(arguments: Any, axes: Sequence[int]) -> ShapesCollection:
 def _check_other_lengths(
     model: nn.Module, program: ExportedProgram, example: Any, axes: tuple[int, ...], refuses: bool
 ) -> None:
-    """Run model and file on examples of other lengths. HapError where they differ, a warning where the file fails.
-
-    A .pt2 file `refuses` lengths that it was not captured for. ONNX computes what was captured, whatever that is. A
-    length of 1, which torch.export never captures, is no more than a warning.
-    """
+    """Run model and file on examples of other lengths. HapError where they differ, a warning where the file fails. A
+    .pt2 file `refuses` lengths that it was not captured for; ONNX computes what was captured, whatever that is. A
+    length of 1, which torch.export never captures, is no more than a warning."""
     name, missing, warned = type(model).__name__, {axis for axis in axes if axis}, []
     file = program.module() if refuses else program.module(check_guards=False).forward
     for candidates in _other_lengths(program, example, axes):
@@ -244,18 +235,16 @@ LONG = 4096
 
 
 def _other_lengths(program: ExportedProgram, example: Any, axes: tuple[int, ...]) -> Iterator[list[dict[int, int]]]:
-    """Lengths by axis to try: of each list the first that both model and program run with.
-
-    Shorter and longer ones, another batch, and those right outside of what torch.export captured.
-    """
+    """Lengths by axis to try, of each list the first that both model and program run with: shorter and longer ones,
+    another batch, and those right outside of what torch.export captured."""
     now, ranges = {axis: _length(example, axis) or 0 for axis in axes}, _captured_lengths(program, axes)
 
-    def changed(change: Callable[[int, int], int]) -> dict[int, int]:
-        return {a: min(max(change(n, ranges[a][0]), ranges[a][0]), ranges[a][1]) for a, n in now.items() if a}
+    def changed(times: float, more: int) -> dict[int, int]:
+        return {a: min(max(int(times * n) + more, ranges[a][0]), ranges[a][1]) for a, n in now.items() if a}
 
     if any(axes):
-        yield [changed(lambda n, least: least), changed(lambda n, least: n // 2), changed(lambda n, least: n - 1)]
-        yield [changed(lambda n, least: 2 * n + 1), changed(lambda n, least: 2 * n), changed(lambda n, least: n + 1)]
+        yield [changed(0, 0), changed(0.5, 0), changed(1, -1)]
+        yield [changed(2, 1), changed(2, 0), changed(1, 1)]
     for axis, (least, most) in ranges.items():
         if not axis and now[axis] < most:
             yield [{axis: now[axis] + 1}]
@@ -289,12 +278,8 @@ def _program(path: Path, program: ExportedProgram) -> None:
 
 
 def _onnx(path: Path, program: ExportedProgram) -> None:
-    try:
+    with optional_package("exporting to ONNX needs the packages onnx and onnxscript", "export"):
         import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise HapError(
-            "exporting to ONNX needs the packages onnx and onnxscript: pip install 'hessian-aware-pruning[export]'"
-        ) from error
     _refuse(program, (bool, int, float, str), "ONNX has outputs for tensors alone; return those, or write a .pt2 file")
     table = {n.target: _IN_OTHER_WORDS[n.target] for n in program.graph.nodes if _is_unknown(n)}
     program = program.run_decompositions(table)  # without any, too: nothing is written in place then
@@ -305,7 +290,10 @@ def _onnx(path: Path, program: ExportedProgram) -> None:
         try:
             converted = torch.onnx.export(program, dynamo=True, verbose=False)
         except torch.onnx.OnnxExporterError as error:
-            why = _in_a_sentence(_first_cause(error))
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            why = _in_a_sentence(cause)
             raise HapError(f"torch.onnx cannot convert this model: {why}; a .pt2 file can hold it") from error
     assert converted is not None
     converted.save(str(path), external_data=False)
@@ -336,12 +324,6 @@ def _copy_what_is_turned(program: ExportedProgram) -> None:
             for reader in readers:
                 reader.replace_input_with(turned, copy)
     program.graph_module.recompile()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _in_a_sentence(error: BaseException) -> str:
@@ -377,3 +359,5 @@ _IN_OTHER_WORDS: dict[Any, Callable[..., Tensor]] = {
     CLAMP: _clamp,
 }
 """What stands for operators that not every torch.onnx translates, or not rightly."""
+
+_WRITERS: dict[str, Callable[[Path, ExportedProgram], None]] = {".onnx": _onnx, ".pt2": _program}

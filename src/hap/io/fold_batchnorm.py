@@ -20,57 +20,53 @@ def fold_batchnorms(module: fx.GraphModule) -> fx.GraphModule:
     """
     for norm in list(module.graph.find_nodes(op="call_function", target=aten.batch_norm.default)):
         source, weight, bias, mean, variance, training, _, eps, _ = norm.args
-        if training or mean is None or not _absorbs(source, module):
+        if training or mean is None:
             continue
         mean, variance = (_tensor(module, node).double() for node in (mean, variance))
+        layers = _layers_before(source, module, torch.arange(len(mean), device=mean.device))
+        if layers is None:
+            continue
         scale = torch.rsqrt(variance + eps) * (1 if weight is None else _tensor(module, weight).double())
         shift = (0 if bias is None else _tensor(module, bias).double()) - mean * scale
-        _absorb(source, module, scale, shift)
+        for layer, channels in layers:
+            _absorb(layer, module, scale[channels], shift[channels])
         norm.replace_all_uses_with(source)
         module.graph.erase_node(norm)
     module.graph.eliminate_dead_code()
     return fx.GraphModule(module, module.graph)  # takes along only the tensors that are still read
 
 
-def _absorbs(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether the node can scale and shift the channels of its own output, and nothing but the BatchNorm sees it."""
+def _layers_before(node: fx.Node, module: fx.GraphModule, channels: Tensor) -> list[tuple[fx.Node, Tensor]] | None:
+    """The layers that compute these channels for a BatchNorm, each with its own; None if anything else sees them."""
     args: Any = node.args
     if len(node.users) != 1:
-        return False
-    if node.target is aten.linear.default:
-        return node.meta["val"].ndim == 2 and _constant(args[1])
-    if node.target in _CONVOLUTIONS or node.target in _TRANSPOSED:
-        return _constant(args[1])
-    if node.target is aten.cat.default:
-        side_by_side = args[1:] == (1,) and len(set(args[0])) == len(args[0])
-        return side_by_side and all(_absorbs(part, module) for part in args[0])
-    if node.target is aten.index_select.default:
-        source, dim, order = args
-        return dim == 1 and _constant(order) and _permutes(_tensor(module, order), source) and _absorbs(source, module)
-    return False
+        return None
+    flat = node.target is aten.linear.default and node.meta["val"].ndim == 2
+    if flat or node.target in _CONVOLUTIONS or node.target in _TRANSPOSED:
+        return [(node, channels)] if _constant(args[1]) else None
+    if node.target is aten.cat.default and args[1:] == (1,) and len(set(args[0])) == len(args[0]):
+        shares = channels.split([part.meta["val"].shape[1] for part in args[0]])
+        found = [_layers_before(part, module, share) for part, share in zip(args[0], shares, strict=True)]
+        return None if None in found else [layer for some in found for layer in some or ()]
+    if node.target is aten.index_select.default and args[1] == 1 and _constant(args[2]):
+        order = _tensor(module, args[2])
+        if sorted(order.tolist()) == list(range(args[0].meta["val"].shape[1])):
+            return _layers_before(args[0], module, channels[order.argsort()])
+    return None
 
 
 def _absorb(node: fx.Node, module: fx.GraphModule, scale: Tensor, shift: Tensor) -> None:
     args: Any = node.args
-    if node.target is aten.cat.default:
-        widths = [part.meta["val"].shape[1] for part in args[0]]
-        for part, *share in zip(args[0], scale.split(widths), shift.split(widths), strict=True):
-            _absorb(part, module, *share)
-    elif node.target is aten.index_select.default:
-        back = _tensor(module, args[2]).argsort()
-        _absorb(args[0], module, scale[back], shift[back])
-    else:
-        weight = _tensor(module, args[1])
-        bias = args[2] if len(args) > 2 else None
-        moved = shift if bias is None else shift + scale * _tensor(module, bias).double()
-        folded = {"weight": _scaled(weight.double(), scale, node), "bias": moved}
-        made = []
-        for name, value in folded.items():
-            name, value = f"folded_{node.name}_{name}", value.to(weight.dtype, copy=True)
-            module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-            with module.graph.inserting_before(node):
-                made.append(module.graph.get_attr(name))
-        node.args = (args[0], *made, *args[3:])
+    weight = _tensor(module, args[1])
+    bias = args[2] if len(args) > 2 else None
+    moved = shift if bias is None else shift + scale * _tensor(module, bias).double()
+    made = []
+    for name, value in (("weight", _scaled(weight.double(), scale, node)), ("bias", moved)):
+        folded = f"folded_{node.name}_{name}"
+        module.register_parameter(folded, nn.Parameter(value.to(weight.dtype, copy=True), requires_grad=False))
+        with module.graph.inserting_before(node):
+            made.append(module.graph.get_attr(folded))
+    node.args = (args[0], *made, *args[3:])
 
 
 def _scaled(weight: Tensor, scale: Tensor, node: fx.Node) -> Tensor:
@@ -80,10 +76,6 @@ def _scaled(weight: Tensor, scale: Tensor, node: fx.Node) -> Tensor:
     groups: Any = node.args[6] if len(node.args) > 6 else 1
     grouped = weight.unflatten(0, (groups, -1))  # (groups, inputs / groups, outputs / groups, ...)
     return (grouped * scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))).flatten(0, 1)
-
-
-def _permutes(order: Tensor, source: fx.Node) -> bool:
-    return len(order) == source.meta["val"].shape[1] == len(order.unique())
 
 
 def _constant(node: Any) -> bool:

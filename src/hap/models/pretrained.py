@@ -6,9 +6,9 @@ says so, and the checksum that it must have.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import nn
 
@@ -78,12 +78,11 @@ def entries(folder: str | Path | None = None) -> dict[str, Entry]:
 
 def _as_entry(values: Mapping[str, Any]) -> Entry:
     """An entry of a manifest, each value of its kind."""
-    entry = Entry(**{field.name: values[field.name] for field in fields(Entry)})
-    for field in fields(Entry):
-        value = getattr(entry, field.name)
-        if not isinstance(value, str if field.type == "str" else int | float):
-            raise TypeError(f"{field.name} is {value!r}, expected {'text' if field.type == 'str' else 'a number'}")
-    return entry
+    kinds = get_type_hints(Entry)
+    for name, kind in kinds.items():
+        if not isinstance(values[name], str if kind is str else int | float):
+            raise TypeError(f"{name} is {values[name]!r}, expected {'text' if kind is str else 'a number'}")
+    return Entry(**{name: values[name] for name in kinds})
 
 
 def _entry(name: str, folder: str | Path | None) -> Entry:

@@ -30,7 +30,7 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, the last four times as wide, beside a shortcut.
 
-    The stride sits in the 3x3 convolution, as in torchvision; `move_stride_` moves it to the first 1x1, as in the
+    The stride sits in the 3x3 convolution, as in torchvision; `ResNet` can move it to the first 1x1, as in the
     original paper and in weights converted from it.
     """
 
@@ -53,9 +53,6 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         return self.relu(out + (x if self.downsample is None else self.downsample(x)))
-
-    def move_stride_(self) -> None:
-        self.conv1.stride, self.conv2.stride = self.conv2.stride, self.conv1.stride
 
 
 class ResNet(nn.Module):
@@ -92,7 +89,7 @@ class ResNet(nn.Module):
             if isinstance(module, nn.BatchNorm2d):
                 module.eps = bn_eps
             if isinstance(module, Bottleneck) and stride_in_1x1:
-                module.move_stride_()
+                module.conv1.stride, module.conv2.stride = module.conv2.stride, module.conv1.stride
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))

@@ -10,8 +10,7 @@ from hap.groups.types import Bools, ConvGeometry, Group, Ints
 from hap.groups.unprunable_summary import unprunable_in_words
 from hap.implants import Implant
 from hap.planning.cost import CostModel
-from hap.planning.plan import Indices, Plan
-from hap.planning.steps import Cut, ImplantStep, InputSelectionStep, OutputScatterStep, SetSizeStep
+from hap.planning.plan import Cut, ImplantStep, Indices, InputSelectionStep, OutputScatterStep, Plan, SetSizeStep
 
 
 def draft(
@@ -34,19 +33,19 @@ def draft(
     groups = groups if implant is None else implant.prepared(groups)
     gone = {n: _indices(groups, n, units) for n, units in removed.items()}
     replaced = {n: _indices(groups, n, units) for n, units in (implanted or {}).items()}
-    for name, units in replaced.items():
-        if both := set(gone.get(name, [])) & set(units):
-            raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
-        if units and implant is None:
-            raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
     kept, marked = groups.all_kept(), np.zeros(groups.classes, dtype=bool)
     for name, units in gone.items():
         kept[groups[name].classes[units]] = False
-    for name, units in replaced.items():
-        marked[groups[name].classes[units]] = True
-        able = implant.eligible(groups)[groups[name].classes[units]] if implant is not None else np.ones(0, bool)
+    for name, units in ((n, u) for n, u in replaced.items() if u):
+        if both := set(gone.get(name, [])) & set(units):
+            raise HapError(f"unit {min(both)} of {name!r} is to be removed and implanted; expected one of the two")
+        if implant is None:
+            raise HapError("units are to be implanted, but implant is None; pass one such as hap.Pointwise()")
+        classes = groups[name].classes[units]
+        able = implant.eligible(groups)[classes]
         if not able.all():
             raise HapError(f"unit {units[int(np.argmin(able))]} of {name!r} cannot be replaced by {implant}")
+        marked[classes] = True
     return assemble(groups, kept, marked, implant, cost)
 
 
@@ -54,9 +53,8 @@ def _indices(groups: Groups, name: str, units: Iterable[int]) -> list[int]:
     if name not in groups:
         raise HapError(f"there is no group {name!r}; expected one of {', '.join(groups)}")
     listed, size = [int(u) for u in units], len(groups[name])
-    if listed and not (min(listed) >= 0 and max(listed) < size):
-        wrong = next(u for u in listed if not 0 <= u < size)
-        raise HapError(f"unit {wrong} of {name!r} does not exist; units go from 0 to {size - 1}")
+    if wrong := [u for u in listed if not 0 <= u < size]:
+        raise HapError(f"unit {wrong[0]} of {name!r} does not exist; units go from 0 to {size - 1}")
     return listed
 
 
@@ -70,14 +68,14 @@ def assemble(
         return {name: np.flatnonzero(marked[group.classes]).tolist() for name, group in groups.items()}
 
     layers = {} if implant is None else implant.layers(groups)
-    sorting = _Sorting(groups, implanted & bool(layers))
-    order = {key: sorting.order(classes, live) for key, classes in groups.axes.items()}
-    grafts, rows_left = _implants(groups, layers, implanted, order)
-    cuts = []
-    for key, classes in groups.axes.items():
-        keep = rows_left.get(key[0], order[key]) if key[1] == 0 else order[key]
-        if not np.array_equal(keep, np.arange(len(classes))):
-            cuts.append(Cut(key[0], key[1], len(classes), tuple(keep.tolist())))
+    sorting = _Sorting(groups, live, implanted & bool(layers))
+    order = {key: sorting.order(classes) for key, classes in groups.axes.items()}
+    grafts = _take_implants(groups, layers, implanted, order)
+    cuts = (
+        Cut(*key, len(groups.axes[key]), tuple(keep.tolist()))
+        for key, keep in order.items()
+        if not np.array_equal(keep, np.arange(len(groups.axes[key])))
+    )
     cost = cost or CostModel(groups, implant)
     gone = set(np.flatnonzero(~live).tolist())
     turns = tuple(s for s in groups.head_spaces if implanted[groups[s.group].classes[s.unit]])
@@ -88,7 +86,7 @@ def assemble(
         coupling=groups.coupling,
         cuts=tuple(cuts),
         grafts=tuple(grafts),
-        widenings=tuple(_output_scatters(groups, live, sorting)),
+        widenings=tuple(_output_scatters(groups, sorting)),
         resizes=tuple(_sizes(groups, live)),
         implant=implant if grafts or turns else None,
         before=cost(groups.all_kept(), np.zeros_like(kept)),
@@ -109,45 +107,38 @@ class _Sorting:
     no gather is needed at run time; all others keep their natural order.
     """
 
-    def __init__(self, groups: Groups, implanted: Bools):
-        self.implanted = implanted
-        self.movable = np.zeros(len(implanted), dtype=bool)
-        self.block = np.zeros(len(implanted), dtype=np.int64)
+    def __init__(self, groups: Groups, live: Bools, implanted: Bools):
+        self.live, self.late = live, np.zeros_like(live)
+        self.block = np.zeros(len(live), dtype=np.int64)
         for number, group in enumerate(groups.values(), 1):
             self.block[group.classes] = number
-        axes: dict[int, list[Ints]] = {}
-        for classes in groups.axes.values() if implanted.any() else ():
-            for number in np.unique(self.block[classes]).tolist():
-                axes.setdefault(number, []).append(classes)
-        for number, group in enumerate(groups.values(), 1):
-            if implanted[group.classes].any() and all(_in_blocks(group, classes) for classes in axes[number]):
-                self.movable[group.classes] = True
+        for group in groups.values():
+            if implanted[group.classes].any() and all(self._in_blocks(group, axis) for axis in groups.axes.values()):
+                self.late[group.classes] = implanted[group.classes]
 
-    def order(self, classes: Ints, live: Bools) -> Ints:
-        if not self.movable.any():
-            return np.flatnonzero(live[classes])
+    def _in_blocks(self, group: Group, classes: Ints) -> bool:
+        """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
+        places = np.flatnonzero(self.block[classes] == self.block[group.classes[0]])
+        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+            repeat, rest = divmod(len(run), len(group))
+            if rest or not np.array_equal(classes[run], np.repeat(group.classes, repeat)):
+                return False
+        return True
+
+    def order(self, classes: Ints) -> Ints:
+        if not self.late[classes].any():
+            return np.flatnonzero(self.live[classes])
         block = self.block[classes]
-        run = np.cumsum(np.concatenate([[0], block[1:] != block[:-1]]))
-        late = self.implanted[classes] & self.movable[classes]
-        positions = np.lexsort((np.arange(len(classes)), late, run))
-        return positions[live[classes[positions]]]
+        run = np.cumsum(block != np.roll(block, 1))
+        positions = np.lexsort((self.late[classes], run))
+        return positions[self.live[classes[positions]]]
 
 
-def _in_blocks(group: Group, classes: Ints) -> bool:
-    """Whether the units stand here in whole blocks, u0..uN in order, evenly repeated (as in flattened maps)."""
-    places = np.flatnonzero(np.isin(classes, group.classes))
-    for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-        repeat, rest = divmod(len(run), len(group))
-        if rest or not np.array_equal(classes[run], np.repeat(group.classes, repeat)):
-            return False
-    return True
-
-
-def _implants(
-    groups: Groups, layers: Mapping[str, ConvGeometry], implanted: Bools, order: Mapping[tuple[str, int], Ints]
-) -> tuple[list[ImplantStep], dict[str, Ints]]:
-    """The implants, and the rows that stay in each weight and bias that gets one."""
-    grafts, rows_left = [], {}
+def _take_implants(
+    groups: Groups, layers: Mapping[str, ConvGeometry], implanted: Bools, order: dict[tuple[str, int], Ints]
+) -> list[ImplantStep]:
+    """The implants. What they compute is taken out of the rows that stay of weights and biases."""
+    grafts = []
     for weight, geometry in layers.items():
         rows = order[weight, 0]
         late = implanted[groups.axes[weight, 0][rows]]
@@ -155,9 +146,10 @@ def _implants(
             mixed = np.argsort(np.argsort(late, kind="stable"), kind="stable")  # where each output channel went
             natural = None if np.array_equal(mixed, np.arange(len(rows))) else tuple(mixed.tolist())
             grafts.append(ImplantStep(geometry.module, weight, tuple(rows[late].tolist()), natural))
-            rows_left[weight] = rows[~late]
-            rows_left[f"{geometry.module}.bias" if geometry.module else "bias"] = rows[~late]
-    return grafts, rows_left
+            for name in (weight, f"{geometry.module}.bias".lstrip(".")):
+                if (name, 0) in order:
+                    order[name, 0] = rows[~late]
+    return grafts
 
 
 def _sizes(groups: Groups, live: Bools) -> Iterable[SetSizeStep]:
@@ -176,9 +168,9 @@ def _input_selections(groups: Groups, live: Bools) -> Iterable[InputSelectionSte
             )
 
 
-def _output_scatters(groups: Groups, live: Bools, sorting: _Sorting) -> Iterable[OutputScatterStep]:
+def _output_scatters(groups: Groups, sorting: _Sorting) -> Iterable[OutputScatterStep]:
     for scatter in groups.rewiring.output_scatters:
-        narrow, wide = sorting.order(scatter.narrow, live), sorting.order(scatter.wide, live)
+        narrow, wide = sorting.order(scatter.narrow), sorting.order(scatter.wide)
         place = {int(position): i for i, position in enumerate(wide)}
         index = tuple(place[int(p)] for p in narrow)
         if index != tuple(range(len(wide))):

@@ -9,6 +9,9 @@ from hap.errors import NO_VALUE, Argument, ForPython, HapError
 from hap.groups.types import Ints
 from hap.planning.cost import Cost
 
+AMOUNTS = {"flops": "macs", "heads": "channels", "mlp": "channels"}
+"""What of a cost a limit is on, where that has another name."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -46,7 +49,7 @@ class Budget:
 
     def of(self, cost: Cost) -> Ints:
         """The amounts that there are limits on, in the order of `given`."""
-        return np.array([getattr(cost, "macs" if kind == "flops" else kind) for kind in self.given], dtype=np.int64)
+        return np.array([getattr(cost, AMOUNTS.get(kind, kind)) for kind in self.given], dtype=np.int64)
 
 
 @dataclass(frozen=True)

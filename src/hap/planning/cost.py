@@ -1,7 +1,6 @@
 """Cost: parameters and multiply-adds, counted on a running model and predicted for a plan. The two agree exactly."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +42,6 @@ class Count:
     uncounted: dict[str, int]
 
 
-@contextmanager
-def _unfused() -> Iterator[None]:
-    """Fused kernels hide what they multiply from the counter."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
 def cost(model: nn.Module, example: Any) -> Count:
     """Count parameters and multiply-adds by running the model once on the example.
 
@@ -66,9 +53,9 @@ def cost(model: nn.Module, example: Any) -> Count:
     """
     counter = Counter()
     args, kwargs = copied(call_arguments(example))
-    # the counter hangs hooks on what requires a gradient
+    # the counter hangs hooks on what requires a gradient, and fused kernels hide what they multiply from it
     detached = {n: p.detach() for n, p in model.named_parameters()}
-    with counter, _unfused(), eval_mode(model), torch.no_grad():
+    with counter, sdpa_kernel(SDPBackend.MATH), eval_mode(model), torch.no_grad():
         call_with(model, detached, args, kwargs)
     root = type(model).__name__
     by_module = {
@@ -116,8 +103,8 @@ class CostModel:
         total += int(live @ self._multiplied)
         written = int(live @ self._written)
         if self._implantable and implanted.any():
-            more_params, more_macs, more_written = self._implants(self._lengths(implanted), lengths)
-            params, total, written = params + more_params, total + more_macs, written + more_written
+            more = self._implants(self._lengths(implanted), lengths)
+            params, total, written = (sum(column) for column in zip((params, total, written), *more, strict=True))
         return Cost(params, total, int(live[self._units].sum()), written)
 
     def _per_class(self, products: Iterable[ActivationMacs]) -> Ints:
@@ -138,16 +125,12 @@ class CostModel:
         """How many marked classes stand on each of the different axes."""
         return np.add.reduceat(marked[self._classes], self._starts, dtype=np.int64)
 
-    def _implants(self, implanted: Ints, lengths: Ints) -> tuple[int, int, int]:
-        """What implants add, less the rows that they replace: parameters, multiply-adds, values written."""
+    def _implants(self, implanted: Ints, lengths: Ints) -> Iterator[tuple[int, int, int]]:
+        """What each implant adds, less the rows that it replaces: parameters, multiply-adds, values written."""
         assert self.implant is not None
-        params = macs = values = 0
         for weight, geometry in self._implantable.items():
             if rows := int(implanted[self._place[weight, 0]]):
                 inputs = int(lengths[self._place[weight, 1]])
                 replaced = rows * inputs * geometry.area
-                own_params, own_macs, own_values = self.implant.cost(geometry, inputs, rows)
-                params += own_params - replaced
-                macs += own_macs - replaced * geometry.positions
-                values += own_values
-        return params, macs, values
+                params, macs, values = self.implant.cost(geometry, inputs, rows)
+                yield params - replaced, macs - replaced * geometry.positions, values

@@ -16,12 +16,9 @@ Shape = Sequence[int]
 
 
 class Counter(FlopCounterMode):
-    """Torch's counter with more matrix products, which also notes the operators that it passes over.
-
-    `uncounted` says how often each of them ran; pure views move no data and are not noted. Those in `unknown` are or
-    may be matrix products. An einsum that sums over nothing, or over an axis of length 1, is a pointwise product to
-    torch. It is counted as the matrix product that it would be with any other length.
-    """
+    """Torch's counter with more matrix products, which also notes the operators that it passes over: `uncounted` says
+    how often each of them ran, but for pure views, and those in `unknown` are or may be matrix products. An einsum that
+    sums over nothing, or over an axis of length 1, is a pointwise product to torch; here it is a matrix product."""
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_formulas())
@@ -94,11 +91,6 @@ def _distances(a: Shape, b: Shape, *rest: Any) -> int:
     return math.prod(torch.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * b[-2] * a[-1]
 
 
-def _convolved(x: Shape, weight: Shape, bias: Shape, padding: int = 0) -> int:
-    """Time x batch x inputs by width x inputs x outputs."""
-    return (x[0] + 2 * padding - weight[0] + 1) * x[1] * math.prod(weight)
-
-
 def _recurrent(x: Shape, weights: Sequence[Shape], *rest: Any) -> int:
     """Each matrix of all layers and directions meets each step of each sequence."""
     return math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
@@ -117,7 +109,8 @@ _MULTIPLY_ADDS: dict[str, Callable[..., int]] = (
     | dict.fromkeys(("_cdist_forward", "_euclidean_dist"), _distances)
     | dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), _recurrent)
     | {"mkldnn_rnn_layer": lambda x, first, second, *rest: _recurrent(x, [first, second])}
-    | {"_trilinear": _of_three, "conv_tbc": _convolved}
+    | {"_trilinear": _of_three}
+    | {"conv_tbc": lambda x, w, bias, padding=0: (x[0] + 2 * padding - w[0] + 1) * x[1] * math.prod(w)}
 )
 
 
@@ -143,10 +136,8 @@ _NO_PRODUCTS = re.compile(r"vector_norm|cross|check_errors|powsum|_cell$|_weight
 
 
 def _may_multiply(name: str, given: Any) -> bool:
-    """Whether an operator is a product by its name, or one that is not torch's with operands like those of a product.
-
-    That is two matrices, or tensors with more axes, that are equally long along some axis.
-    """
+    """Whether an operator is a product by its name, or one that is not torch's with operands like those of a product:
+    two matrices, or tensors with more axes, that are equally long along some axis."""
     kind, _, short = name.partition("::")
     if _NO_PRODUCTS.search(short):
         return False

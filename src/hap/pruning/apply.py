@@ -18,11 +18,7 @@ from hap.verification.verify import verify_plan
 
 @gc_paused()
 def apply_(
-    model: nn.Module,
-    plan: Plan,
-    example: Any = None,
-    verify: bool = True,
-    batches: Iterable[Any] | None = None,
+    model: nn.Module, plan: Plan, example: Any = None, verify: bool = True, batches: Iterable[Any] | None = None
 ) -> nn.Module:
     """Carry out a plan on `model` in place. Modules keep their classes and names.
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.calibration import grams, regress
-from hap.planning.plan import Plan
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut, Plan
 
 
 def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Module:
@@ -34,15 +33,14 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
         raise HapError(
             f"compensate_ works on the dense model, before apply_ (or use prune_(..., compensate=True)): {error}"
         ) from error
-    readers = {c.name.rpartition(".")[0]: c for c in plan.cuts if c.dim == 1 and c.name.endswith(".weight")}
     modules = dict(model.named_modules())
-    readers = {name: cut for name, cut in readers.items() if _solvable(modules[name])}
-    sums = grams(model, readers, batches)
+    cuts = {c.name.rpartition(".")[0]: c for c in plan.cuts if c.dim == 1 and c.name.endswith(".weight")}
+    sums = grams(model, [name for name in cuts if _solvable(modules[name])], batches)
     with torch.no_grad():
-        for name, cut in ((n, c) for n, c in readers.items() if n in sums):
+        for name, gram in sums.items():
             weight = modules[name].weight
             assert isinstance(weight, Tensor)
-            weight.copy_(_adjusted(weight, sums[name], cut))
+            weight.copy_(_adjusted(weight, gram, cuts[name]))
     return model
 
 

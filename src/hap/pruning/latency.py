@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hap.errors import Argument, HapError
+from hap.errors import Argument, HapError, optional_package
 from hap.execution.calling import call_arguments, eval_mode
 from hap.io.export import capture, export
 
@@ -125,19 +125,16 @@ class Stopwatch(ExitStack):
         """Time what was added, in turns."""
         if runs < 2 or warmup < 0 or not calls:
             raise HapError(f"runs={runs}, warmup={warmup}, {len(calls)} models; expected at least 2, 0 and 1")
-        rounds = _rounds(calls, self.device, runs, warmup)
-        return [self._summary(times, warmup) for times in zip(*rounds, strict=True)]
-
-    def _summary(self, times: tuple[float, ...], warmup: int) -> Latency:
-        low, median, high = statistics.quantiles(times, n=4)
-        return Latency(median, high - low, len(times), warmup, self.threads, str(self.device), self.backend, times)
+        found, how = [], (runs, warmup, self.threads, str(self.device), self.backend)
+        for times in zip(*_rounds(calls, self.device, runs, warmup), strict=True):
+            low, median, high = statistics.quantiles(times, n=4)
+            found.append(Latency(median, high - low, *how, times))
+        return found
 
 
 def _rounds(calls: Sequence[Call], device: torch.device, runs: int, warmup: int) -> list[list[float]]:
-    """Milliseconds of each call in each round; every other round goes backwards, so that none is always first.
-
-    A call that comes after another model's is preceded by one that is not counted: it finds the caches as they were.
-    """
+    """Milliseconds of each call in each round; every other round goes backwards, so that none is always first. A call
+    that comes after another model's is preceded by one that is not counted: it finds the caches as they were."""
     taken = []
     for number in range(warmup + runs):
         times = [0.0] * len(calls)
@@ -198,12 +195,8 @@ def _compiled(model: nn.Module, watch: Stopwatch) -> Call:
 
 
 def _onnxruntime(model: nn.Module, watch: Stopwatch) -> Call:
-    try:
+    with optional_package("backend 'onnxruntime' needs that package", "export"):
         import onnxruntime
-    except ImportError as error:
-        raise HapError(
-            "backend 'onnxruntime' needs that package: pip install 'hessian-aware-pruning[export]'"
-        ) from error
     if watch.device.type != "cpu":
         raise HapError(f"backend 'onnxruntime' times on the CPU, not on {watch.device}; move the model and the example")
     options = onnxruntime.SessionOptions()

@@ -5,7 +5,7 @@ slices through theirs. Which rows belong together, and whether something in betw
 on the basis, is not read from names: other factors of the same products are put in, and the outputs must not change.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calling import run
-from hap.execution.compare_outputs import example_in_float64, output_tensors
-from hap.execution.fast_copy import deepcopied
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked, run
+from hap.execution.model_outputs import in_float64, output_tensors
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import Group, HeadSlice, HeadSpace
@@ -47,9 +45,9 @@ def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
     if not shapes:
         return replace(groups, head_spaces=())
     trial = _Trial(model, example, shapes)
-    values = trial.settle(shapes, _values)
-    keys = trial.settle([replace(shape, value=place) for shape, place in values.items()], _keys)
-    spaces = [s for found, make in ((values, _values), (keys, _keys)) for x, i in found.items() for s in make(x, i)]
+    values = trial.settle(shapes)
+    keys = trial.settle([replace(shape, value=place) for shape, place in values.items()])
+    spaces = [space for shape, place in (*values.items(), *keys.items()) for space in _spaces(shape, place)]
     return replace(groups, head_spaces=tuple(spaces))
 
 
@@ -59,7 +57,7 @@ def narrowable(model: nn.Module, groups: Groups, example: Any) -> Groups:
 @dataclass(frozen=True)
 class _Shape:
     """The slices of the heads of one layer: `computed[u]` are those of queries, keys and values of head u, in some
-    order, and `read[u]` those of the output layer. `value` is the place of the values among the first."""
+    order, and `read[u]` those of the output layer. `value` is the place of the values among the first, once known."""
 
     name: str
     computed: tuple[tuple[HeadSlice, ...], ...]
@@ -71,16 +69,14 @@ class _Shape:
         return len(self.computed[0])
 
 
-def _values(shape: _Shape, value: int) -> list[HeadSpace]:
-    """The spaces between values and outputs, if the values are the slices at this place."""
-    return [HeadSpace(shape.name, u, shape.read[u], (own[value],)) for u, own in enumerate(shape.computed)]
-
-
-def _keys(shape: _Shape, key: int) -> list[HeadSpace]:
-    """The spaces between queries and keys, if the keys are at this place and all others but the values are queries."""
-    queries = [i for i in range(shape.count) if i not in (key, shape.value)]
+def _spaces(shape: _Shape, place: int) -> list[HeadSpace]:
+    """The spaces between values and outputs, if the slices at this place are the values. Where these are known, those
+    between queries and keys, if the keys are at this place and all others are queries."""
+    if shape.value < 0:
+        return [HeadSpace(shape.name, u, shape.read[u], (own[place],)) for u, own in enumerate(shape.computed)]
+    queries = [i for i in range(shape.count) if i not in (place, shape.value)]
     return [
-        HeadSpace(shape.name, u, tuple(own[i] for i in queries), (own[key],)) for u, own in enumerate(shape.computed)
+        HeadSpace(shape.name, u, tuple(own[i] for i in queries), (own[place],)) for u, own in enumerate(shape.computed)
     ]
 
 
@@ -100,13 +96,13 @@ def _shape_of(groups: Groups, group: Group, seen: Widths) -> _Shape | None:
     width, rest = divmod(rows - columns, 2)  # queries are as many as outputs, keys and values one each
     if rest or width < 2:
         return None
-    sides = [
+    made, used = (
         tuple(tuple(_slices(groups, layers, u, width, biased)) for u in range(len(group)))
         for layers, biased in ((computed, True), (read, False))
-    ]
-    whole = all(len(s) * width == total for s, total in ((sides[0][0], rows), (sides[1][0], columns)))
-    even = all(len({len(own) for own in side}) == 1 for side in sides)
-    return _Shape(group.name, sides[0], sides[1]) if whole and even and len(sides[0][0]) > 2 else None
+    )
+    whole = len(made[0]) * width == rows and len(used[0]) * width == columns
+    even = all(len({len(own) for own in side}) == 1 for side in (made, used))
+    return _Shape(group.name, made, used) if whole and even and len(made[0]) > 2 else None
 
 
 def _slices(groups: Groups, layers: Iterable[Any], unit: int, width: int, biased: bool) -> Iterator[HeadSlice]:
@@ -138,8 +134,7 @@ class _Trial:
     """A copy of the model with random heads in float64, and what it returns."""
 
     def __init__(self, model: nn.Module, example: Any, shapes: Sequence[_Shape]):
-        self.model = deepcopied(model, {}).double()
-        self.example = example_in_float64(example)
+        self.model, self.example = in_float64(model, example)
         tensors = dict(self.model.named_parameters())
         generator = torch.Generator().manual_seed(0)
         slices = {s for shape in shapes for own in (*shape.computed, *shape.read) for s in own}
@@ -153,15 +148,15 @@ class _Trial:
             what, why = type(model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
             raise HapError(f"{what} does not run in float64, where narrow heads are tried: {why}") from error
 
-    def settle(self, shapes: Sequence[_Shape], make: Callable[[_Shape, int], list[HeadSpace]]) -> dict[_Shape, int]:
+    def settle(self, shapes: Sequence[_Shape]) -> dict[_Shape, int]:
         """For each layer the place with which its heads bear other factors. All layers at once, if that works."""
         found: dict[_Shape, int] = {}
         for place in range(max((s.count for s in shapes), default=0))[::-1]:  # most have the values last
             left = [s for s in shapes if s not in found and s.value != place < s.count]
-            if self._bears([space for s in left for space in make(s, place)]):
+            if self._bears([space for s in left for space in _spaces(s, place)]):
                 found |= dict.fromkeys(left, place)
             else:
-                found |= {s: place for s in left if self._bears(make(s, place))}
+                found |= {s: place for s in left if self._bears(_spaces(s, place))}
         return found
 
     def _bears(self, spaces: Sequence[HeadSpace]) -> bool:

@@ -13,8 +13,8 @@ from hap.execution.fast_copy import deepcopied
 from hap.groups.groups import Groups
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.choose_units import least_flops, plan
 from hap.planning.plan import Plan
-from hap.planning.search import least_flops, plan
 from hap.pruning.latency import Stopwatch
 from hap.surgery.cut import rebuild_
 
@@ -129,10 +129,8 @@ class _Search:
         return min(met, key=lambda t: (not self._near([t]), self._lost(t.plan)))
 
     def _roundings(self) -> list[int]:
-        """What to round widths to, best first: that with the least score lost, then all finer ones.
-
-        All are timed at the same FLOPs, and the FLOPs at which each would meet the budget follow from that.
-        """
+        """What to round widths to, best first: that with the least score lost, then all finer ones. All are timed at
+        the same FLOPs, and the FLOPs at which each would meet the budget follow from that."""
         choices = ROUNDINGS if self.limits.round_to == 1 else (self.limits.round_to,)
         for round_to in choices:
             limits = replace(self.limits, round_to=round_to)
@@ -141,24 +139,20 @@ class _Search:
         able = [r for r in choices if self.least[r] < 1]
         if not able:
             raise HapError(Argument("round_to", self.limits.round_to), " leaves nothing to remove; lower it")
-        self._time([self._plan(self.target, r) for r in able], able)
-        lost = {}
-        for trial in self.trials:
-            needed = _line((1.0, 1.0), (trial.flops, trial.ratio), AIM * self.target)
-            within = needed >= self.least[trial.round_to]
-            lost[trial.round_to] = (not within, self._lost(self._plan(needed, trial.round_to)))
-        best = min(lost, key=lambda r: lost[r])
+        self._time([(r, self._plan(self.target, r)) for r in able])
+        needed = {t.round_to: _line((1.0, 1.0), (t.flops, t.ratio), AIM * self.target) for t in self.trials}
+        best = min(needed, key=lambda r: (needed[r] < self.least[r], self._lost(self._plan(needed[r], r))))
         return [r for r in reversed(able) if r <= best]
 
     def _close_in(self, round_to: int) -> None:
         """Time plans between the slowest that meets the budget and the fastest that does not."""
         for _ in range(STEPS):
             trials = [t for t in self.trials if t.round_to == round_to]
-            met, missed = [t for t in trials if t.ratio <= self.target], [t for t in trials if t.ratio > self.target]
             if self._near(trials):
                 return
-            above = min(((t.flops, t.ratio) for t in missed), default=(1.0, 1.0))
-            below = max(((t.flops, t.ratio) for t in met), default=None)
+            missed = [(t.flops, t.ratio) for t in trials if t.ratio > self.target]
+            above = min(missed, default=(1.0, 1.0))
+            below = max(((t.flops, t.ratio) for t in trials if t.ratio <= self.target), default=None)
             if below is None:  # go on from here, and after two such steps as far as the limits allow
                 flops = _line((1.0, 1.0), above, AIM * self.target) if len(missed) < 3 else 0.0
             else:
@@ -168,7 +162,7 @@ class _Search:
             tried = self._plan(flops, round_to)
             if any(t.plan.kept == tried.kept and t.plan.implanted == tried.implanted for t in trials):
                 return
-            self._time([tried], [round_to])
+            self._time([(round_to, tried)])
 
     def _near(self, trials: list[Trial]) -> bool:
         return any(NEAR * self.target <= t.ratio <= self.target for t in trials)
@@ -183,15 +177,16 @@ class _Search:
         gone = {n: tried.removed[n] + tried.implanted[n] for n in tried.removed}
         return sum(float(self.scores[n][units].double().sum()) for n, units in gone.items() if units)
 
-    def _time(self, plans: list[Plan], roundings: list[int]) -> None:
-        calls = [self.dense, *(self.watch.add(rebuild_(deepcopied(self.model, {}).eval(), p)) for p in plans)]
+    def _time(self, plans: list[tuple[int, Plan]]) -> None:
+        """Time plans, each with what it rounds to, in turns with the dense model."""
+        calls = [self.dense, *(self.watch.add(rebuild_(deepcopied(self.model, {}).eval(), p)) for _, p in plans)]
         ratios: list[list[float]] = [[] for _ in plans]
         most = MOST_RUNS if len(plans) == 1 else RUNS  # several are only compared, to go on with one
         while len(ratios[0]) < most and any(_error(r) > ERROR for r in ratios):
             dense, *pruned = self.watch.time(calls, RUNS, 0 if ratios[0] else WARMUP)
             for seen, found in zip(ratios, pruned, strict=True):
                 seen += found.ratios_to(dense)
-        for tried, round_to, seen in zip(plans, roundings, ratios, strict=True):
+        for (round_to, tried), seen in zip(plans, ratios, strict=True):
             flops = tried.after.macs / tried.before.macs
             self.trials.append(Trial(flops, round_to, statistics.median(seen), tried))
 

@@ -1,28 +1,45 @@
 """prune_: trace, score, plan and apply in one call."""
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hap.execution.input_checks import check_given, outside_inference
-from hap.graph.partition import Parts
+from hap.errors import CaptureError, HapError
+from hap.execution.calling import call_arguments, describe, run
+from hap.execution.fast_copy import deepcopied
+from hap.execution.input_checks import check_finite, check_given, outside_inference
+from hap.graph.partition import Parts, captured_parts, view_where_it_chooses
 from hap.groups.groups import Groups
-from hap.groups.unprunable_summary import share_unprunable
+from hap.groups.types import Frozen
+from hap.groups.unprunable_summary import layer_of, nothing_in_words, share_unprunable
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.choose_units import plan
 from hap.planning.plan import Plan
-from hap.planning.search import plan
-from hap.pruning.in_parts import check_parts, trace_whole_or_parts
+from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.repair import apply_with_repair_, check_repair
 from hap.scoring import Criterion, score
 from hap.scoring.base import Loss
+from hap.tracing.trace import trace, trace_captured
+from hap.utils.module_tree import named_tensors
 
 MUCH = 1 / 3
 """Where more of the parameters than that could not be touched, a warning says so; the plan's text says it of less."""
+NAMED = 8
+"""So many parts are named."""
+OUTSIDE = "the example does not run it, or code that chooses by value uses it"
+SINGLE = "a part by itself, and what passes between parts is kept"
+ALL_REASONS = "; print(hap.trace(model, example)) has all reasons"
+ALL_REASONS_OF_PARTS = (
+    "; it is pruned in parts, and what passes between them is kept: take view = hap.parts(model, example), and "
+    "print(hap.trace(view, view.example)) has all reasons"
+)
 
 
 def prune_(
@@ -92,3 +109,78 @@ def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:
     if share_unprunable(groups) > MUCH:
         more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
         warnings.warn(chosen.untouched + more, stacklevel=3)
+
+
+# ---- models that torch.export cannot capture as a whole ----
+
+
+def trace_whole_or_parts(
+    model: nn.Module, example: Any, coupling: str, ignore: Sequence[str], stream: bool
+) -> tuple[Groups, Parts | None]:
+    """The groups of the model and None, or those of its parts and a view of these, which a warning names. HapError if
+    nothing can be removed."""
+    view = view_where_it_chooses(model, example)
+    subject, inputs = (model, example) if view is None else (view, view.example)
+    try:
+        groups = trace(subject, inputs, coupling, ignore, stream)
+    except CaptureError:
+        view, captured = captured_parts(model, example)
+        groups = trace_captured(captured, view, view.example, coupling, ignore, stream)
+    if view is not None:
+        groups = _as_parts(model, example, view, groups)
+    if not len(groups):
+        check_finite(model)
+        more = ALL_REASONS if view is None else ALL_REASONS_OF_PARTS
+        raise HapError(nothing_in_words(groups) + more + _hint(model, example, view))
+    return groups, view
+
+
+def _as_parts(model: nn.Module, example: Any, view: Parts, groups: Groups) -> Groups:
+    """The groups with what is known of the parts, which a warning names."""
+    names = list(dict.fromkeys(view.names))
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    warnings.warn(
+        f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: "
+        f"{', '.join(names[:NAMED])}{more}; what passes between them is kept{_hint(model, example, view)}",
+        stacklevel=4,
+    )
+    curved = groups.curved or "what happens between the parts is not known"
+    unprunable = {**_outside(view, groups), **_single(view, groups), **groups.unprunable}
+    return replace(groups, curved=curved, example=describe(example), unprunable=unprunable)
+
+
+def _outside(view: Parts, groups: Groups) -> dict[str, Frozen]:
+    """The weights that no part holds, such as those of experts that no token was sent to."""
+    inside = {id(t) for name in view.names for t in named_tensors(view.get_submodule(name)).values()}
+    weights = {name: tensor for name, tensor in named_tensors(view).items() if name in groups.trainable}
+    return {n: Frozen(layer_of(n), OUTSIDE) for n, t in weights.items() if t.ndim > 1 and id(t) not in inside}
+
+
+def _single(view: Parts, groups: Groups) -> dict[str, Frozen]:
+    """The weights of layers that are parts by themselves: what they read and what they compute is kept."""
+    layers = {name for name in view.names if not [*view.get_submodule(name).children()]}
+    cut = {weight for (weight, _), classes in groups.axes.items() if classes.any()}
+    weights = {term.weight: term.weight.rpartition(".")[0] for term in groups.costs.weight_macs}
+    return {w: Frozen(layer, SINGLE) for w, layer in weights.items() if layer in layers and w not in cut}
+
+
+def _hint(model: nn.Module, example: Any, view: Parts | None) -> str:
+    """What lets torch.export capture more of a decoder: modules that are called with a cache it cannot capture."""
+    takes = view is not None and "use_cache" in inspect.signature(model.forward).parameters
+    if not takes or "use_cache" in call_arguments(example)[1]:
+        return ""
+    return '. A cache of keys and values keeps torch.export from larger parts: give the example "use_cache": False'
+
+
+def check_parts(model: nn.Module, view: Parts, chosen: Plan, example: Any) -> None:
+    """Prune a copy: each part must do what the plan says, and the whole must still run."""
+    trial = deepcopied(model, {})
+    apply_(Parts(trial, list(zip(view.names, view.example, strict=True))), chosen, view.example)
+    try:
+        run(trial, example)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HapError(
+            f"{type(model).__name__} does not run once its parts are pruned, so nothing was changed: {reason}. Leave "
+            "alone what the code between its parts counts on, with ignore=(...)"
+        ) from error

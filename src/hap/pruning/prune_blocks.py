@@ -4,19 +4,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import only, units_of
-from hap.groups.types import Ints
 from hap.implants import NarrowHeads
 from hap.planning.assemble import draft
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
-from hap.planning.cost import Cost
+from hap.planning.choose_units import plan
 from hap.planning.plan import Plan
-from hap.planning.search import plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.scoring import Criterion, score
@@ -106,6 +103,3 @@ class _Share(Budget):
     @property
     def given(self) -> dict[str, float]:
         return {self.kind: self.channels} if self.channels is not None else {}
-
-    def of(self, cost: Cost) -> Ints:
-        return np.array([cost.channels], dtype=np.int64)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hap.execution.calibration import inputs_of
+from hap.execution.calibration import pairs
 from hap.execution.calling import call_arguments, copied, eval_mode
 
 
@@ -24,7 +24,7 @@ def estimate_norms_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
             norm.reset_running_stats()
             norm.momentum, norm.training = None, True
         try:
-            for x in inputs_of(batches, next(model.parameters()).device):
+            for x, _ in pairs(batches, next(model.parameters()).device):
                 args, kwargs = copied(call_arguments(x))
                 model(*args, **kwargs)
         finally:

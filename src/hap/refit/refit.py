@@ -12,7 +12,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calibration import inputs_of
+from hap.execution.calibration import pairs
 from hap.execution.calling import eval_mode
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
@@ -95,7 +95,7 @@ def refit_(
     show = sys.stderr.isatty() if progress is None else progress
     with outside_inference(pruned), eval_mode(pruned), eval_mode(dense), torch.no_grad(), _rotated(dense, plan):
         check_pair(pruned, dense, plan)
-        inputs = list(inputs_of(batches, next(pruned.parameters()).device))
+        inputs = [x for x, _ in pairs(batches, next(pruned.parameters()).device)]
         calibration = Calibration(pruned, dense, plan, inputs, most_rows)
         old = {name: tensor.detach().clone() for name, tensor in named_tensors(pruned).items()}
         outputs = calibration.outputs_before()

@@ -62,12 +62,12 @@ def summary(rows: Sequence[Row]) -> Figure:
     """Accuracy beside cost. With several budgets, accuracy against the parameters left."""
     budgets = {round(row.params_left, 2) for row in rows if not row.dense}
     with styled():
-        figure, axes = new_figure(9.2, 1.5 + 0.42 * len(rows), 1, 2, width_ratios=(1.15, 1))
+        figure, axes = new_figure(9.2, 1.5 + 0.42 * len(rows), 2, width_ratios=(1.15, 1))
         if len(budgets) > 1:
-            _against_params(axes[0][0], rows)
+            _against_params(axes[0], rows)
         else:
-            _dots(axes[0][0], rows)
-        _costs(axes[0][1], rows)
+            _dots(axes[0], rows)
+        _costs(axes[1], rows)
     return figure
 
 
@@ -94,11 +94,7 @@ def _dots(axis: Any, rows: Sequence[Row]) -> None:
 
 def _stacked(values: list[float], y: float) -> list[float]:
     """Heights that lay equal values side by side instead of on top of each other."""
-    places = []
-    for i, value in enumerate(values):
-        turn, twins = values[:i].count(value), values.count(value)
-        places.append(y + 0.2 * (turn - (twins - 1) / 2))
-    return places
+    return [y + 0.2 * (values[:i].count(v) - (values.count(v) - 1) / 2) for i, v in enumerate(values)]
 
 
 def _against_params(axis: Any, rows: Sequence[Row]) -> None:
@@ -143,8 +139,8 @@ def sensitivity(record: Mapping[str, Any], count: int = 3) -> Figure:
     chosen = _telling(layers, count)
     floor = _floor(layers)
     with styled():
-        figure, axes = new_figure(9.2, 2.75, 1, len(chosen), sharey=True)
-        for axis, name in zip(axes[0], chosen, strict=True):
+        figure, axes = new_figure(9.2, 2.75, len(chosen), sharey=True)
+        for axis, name in zip(axes, chosen, strict=True):
             scores, fate = layers[name]["scores"], layers[name]["fate"]
             for word, colour in FATES.items():
                 at = [i for i, f in enumerate(fate) if f == word]
@@ -156,9 +152,9 @@ def sensitivity(record: Mapping[str, Any], count: int = 3) -> Figure:
             axis.set_title(name)
             axis.set_xlabel("channel")
             axis.grid(axis="x", visible=False)
-        axes[0][0].set_ylabel(f"sensitivity ({record['criterion']})")
+        axes[0].set_ylabel(f"sensitivity ({record['criterion']})")
         present = {f for name in chosen for f in layers[name]["fate"]}
-        handles, names = axes[0][0].get_legend_handles_labels()
+        handles, names = axes[0].get_legend_handles_labels()
         shown = [(h, n) for h, n in zip(handles, names, strict=True) if n in present]
         figure.legend([h for h, _ in shown], [n for _, n in shown], loc="outside upper right", ncols=3)
     return figure
@@ -182,11 +178,11 @@ def probes(record: Mapping[str, Any]) -> Figure:
     """The running mean of Hutchinson's estimate for a few channels, its standard error, and the exact value."""
     channels = record["channels"]
     with styled():
-        figure, axes = new_figure(9.2, 2.6, 1, len(channels))
-        for axis, channel in zip(axes[0], channels, strict=True):
+        figure, axes = new_figure(9.2, 2.6, len(channels))
+        for axis, channel in zip(axes, channels, strict=True):
             _probe_panel(axis, channel)
-        axes[0][0].set_ylabel("score")
-        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
+        axes[0].set_ylabel("score")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return figure
 
 
@@ -216,14 +212,14 @@ def curves(results: Sequence[Result], rows: Sequence[Row]) -> Figure:
     pruned = [r for r in results if r.pruned is not None and r.curve.get("loss")]
     sides = [(title, part) for title, part in (("dense training", dense), ("fine-tuning", pruned)) if part]
     with styled():
-        figure, axes = new_figure(9.2, 2.7, 1, 2 * max(len(sides), 1))
+        figure, axes = new_figure(9.2, 2.7, 2 * max(len(sides), 1))
         for i, (title, part) in enumerate(sides):
-            left, right = axes[0][2 * i], axes[0][2 * i + 1]
+            left, right = axes[2 * i], axes[2 * i + 1]
             _curve(left, part, "loss", 1, colour)
             left.set_title(f"Loss, {title}")
             _curve(right, part, "accuracy", 100, colour)
             right.set_title(f"Accuracy %, {title}")
-        figure.legend(*axes[0][-1].get_legend_handles_labels(), loc="outside upper right", ncols=6)
+        figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside upper right", ncols=6)
     return figure
 
 

@@ -2,20 +2,15 @@
 
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from hap.errors import HapError
+from hap.errors import optional_package
 
-try:
+with optional_package("the report needs matplotlib and jinja2, which are missing", "report"):
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
-except ImportError as error:
-    raise HapError(
-        "the report needs matplotlib and jinja2, which are missing: pip install 'hessian-aware-pruning[report]'"
-    ) from error
 
 INK, MUTED, GRID, PAPER = "#1b2330", "#667085", "#dfe3ea", "#ffffff"
 DENSE, ACCENT, IMPLANT, OTHER, LOST = "#475467", "#1668dc", "#d97706", "#0f8a6d", "#b9c0cc"
@@ -62,16 +57,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@contextmanager
-def styled() -> Iterator[None]:
-    with mpl.rc_context(SETTINGS):  # type: ignore[arg-type]
-        yield
+styled = partial(mpl.rc_context, SETTINGS)  # type: ignore[arg-type]
+"""Inside of it charts are drawn as the settings say."""
 
 
-def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure outside of pyplot, so that no window system and no global state is touched."""
+def new_figure(width: float, height: float, panels: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure outside of pyplot, so that no window system and no global state is touched, and its panels in a row."""
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.06))
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, figure.subplots(1, panels, squeeze=False, **options)[0]
 
 
 def to_svg(figure: Figure, name: str) -> str:

@@ -4,8 +4,8 @@ A criterion turns a `ScoringContext` (model, groups, batches, loss) into `Scores
 and axes, and no types of layers. Each family of criteria has a file of its own, and a new one needs its file and its
 line in `CRITERIA` (docs/extending.md). Start reading at `base.py`, then `baselines.py`.
 
-The paper's criterion is `hessian_trace.py`. Traces come from random probes (`hutchinson.py`, on any operator such as
-that of `hessian_operator.py`) or from backward passes for each output (`gauss_newton.py`, `row_norms.py`).
+The paper's criterion is `hessian_trace.py`. Traces come from random probes (`hutchinson.py`) or from backward
+passes for each output (`gauss_newton.py`).
 Import from here `score`, the criteria and what one of your own needs; not from further down.
 """
 

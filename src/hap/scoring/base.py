@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calibration import pairs
-from hap.execution.calling import call_arguments, call_with, copied
-from hap.execution.double_backward import differentiable
+from hap.execution.calling import call_arguments, call_with, copied, differentiable
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Ints, Producer
 from hap.utils import distributed
@@ -65,13 +64,14 @@ class ScoringContext:
     groups: Groups
     data: Iterable[Any] | None
     loss: Loss | None
+    joint: bool = False
+    """Whether all that a unit owns is one p of equation 6, and not what it owns in each producer."""
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The weights that compute units, detached."""
-        names = dict.fromkeys(p.weight for g in self.groups.values() for p in g.producers)
         parameters = dict(self.model.named_parameters())
-        return {name: parameters[name].detach() for name in names}
+        return {p.weight: parameters[p.weight].detach() for g in self.groups.values() for p in g.producers}
 
     @property
     def device(self) -> torch.device:
@@ -99,9 +99,8 @@ class ScoringContext:
                 "the model's parameters are sharded over the processes, which this criterion cannot work with; use "
                 'HessianTrace(method="exact"), "sampled" or "gauss-newton", or score before sharding'
             )
-        args, kwargs = copied(call_arguments(batch[0]))
         with as_hap_error("the model or the loss fails on a calibration batch"):
-            output = self.call(weights, args, kwargs)
+            output = self.call(weights, batch[0])
             check_labels(output, batch[1], self.loss)
             loss = self.loss(output, batch[1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -113,16 +112,30 @@ class ScoringContext:
             raise HapError(DETACHED)
         return output, loss
 
-    def call(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, weights: dict[str, Tensor], inputs: Any) -> Any:
         """The model's output with these weights in place of its own, such that it can be derived twice."""
         with differentiable(self.model):
-            return call_with(self.model, weights, args, kwargs)
+            return call_with(self.model, weights, *copied(call_arguments(inputs)))
 
-    def shares(self) -> list[float]:
-        """Each batch's share of the samples of all processes: the weight of its mean loss in the whole."""
+    def shares(self) -> Iterator[tuple[Batch, float]]:
+        """Each batch, and its share of the samples of all processes: the weight of its mean loss in the whole."""
         sizes = [samples(b) for b in self.batches]
         total = distributed.total(sum(sizes), self.device)
-        return [size / total for size in sizes]
+        return ((batch, size / total) for batch, size in zip(self.batches, sizes, strict=True))
+
+    def sum_over_batches(self, parts: Callable[[Batch, float], Iterable[Mapping[Any, Tensor]]]) -> dict[Any, Tensor]:
+        """The sums by name of what parts(batch, share) gives for the batches of all processes, in float64."""
+        return self.summed(part for batch, share in self.shares() for part in parts(batch, share))
+
+    @staticmethod
+    def summed(parts: Iterable[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+        """The sums by name of these parts and of those of all other processes, in float64."""
+        totals: dict[Any, Tensor] = {}
+        for part in parts:
+            for name, values in part.items():
+                totals[name] = totals.get(name, 0) + values.double()
+        distributed.sum_(totals[name] for name in sorted(totals))  # in the same order everywhere
+        return totals
 
     def per_unit(self, group: Group, producer: Producer, values: Tensor) -> Tensor:
         """Sum `values`, shaped like the producer's weight, over everything a unit owns there."""
@@ -140,12 +153,18 @@ class ScoringContext:
         """How many weights each unit owns in a producer: |p| of equation 6."""
         weight = self.weights[producer.weight]
         length = weight.shape[producer.dim]
-        each = torch.full((length,), weight.numel() // length, device=weight.device, dtype=torch.float64)
-        return fold(group, producer, each)
+        return fold(group, producer, torch.full((length,), weight.numel() // length, device=weight.device))
 
     def mean_square(self, group: Group, producer: Producer) -> Tensor:
         """||w_p||^2 / |p|, p what each unit owns in a producer."""
         return self.sum_of(torch.square, group, producer) / self.sizes(group, producer).clamp_min(1)
+
+    def mean_squares(self) -> dict[str, Tensor]:
+        """||w_p||^2 / |p|, summed over each p of a unit."""
+        if not self.joint:
+            return self.assemble(self.mean_square)
+        norms, sizes = self.assemble(partial(self.sum_of, torch.square)), self.assemble(self.sizes)
+        return {n: norms[n] / sizes[n].clamp_min(1) for n in norms}
 
     def assemble(self, formula: Callable[[Group, Producer], Tensor]) -> dict[str, Tensor]:
         """Scores from a formula per producer: a unit's score sums over its producers."""

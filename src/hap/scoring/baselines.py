@@ -1,6 +1,6 @@
 """Baselines: from the weights alone, from gradients, and from the diagonal of the curvature."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hap.errors import Argument, ForPython, HapError
-from hap.execution.calling import call_arguments, copied
 from hap.groups.types import Group, Producer
 from hap.scoring.base import DETACHED, Batch, Criterion, Scores, ScoringContext, as_hap_error, fold, samples, unit_map
-from hap.scoring.hessian_operator import Hessian
-from hap.scoring.hutchinson import diagonal_estimates
+from hap.scoring.hutchinson import diagonal_estimates, hessian_terms
 from hap.scoring.memory_chunks import Pieces
 from hap.scoring.sample_axis import BATCH_FIRST, check_alone, check_steady, check_targets, is_per_sample, last_alone
-from hap.utils import distributed
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Magnitude(Criterion):
     elementwise: ClassVar[bool] = True
 
     def scores(self, problem: ScoringContext) -> Scores:
-        return Scores(problem.assemble(problem.mean_square))
+        return Scores(problem.mean_squares())
 
 
 @dataclass(frozen=True)
@@ -118,13 +115,11 @@ class Taylor(Criterion):
     elementwise: ClassVar[bool] = True
 
     def scores(self, problem: ScoringContext) -> Scores:
-        total = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        for batch, share in zip(problem.batches, problem.shares(), strict=True):
+        def slopes(batch: Batch, share: float) -> Iterator[dict[str, Tensor]]:
             gradients = _gradient(lambda weights, batch: problem.evaluate(weights, batch)[1], problem.weights, batch)
-            for name, gradient in gradients.items():
-                total[name] += share * gradient.double()
-        distributed.sum_(total.values())
-        products = {n: g * problem.weights[n] for n, g in total.items()}
+            yield {n: share * g.double() for n, g in gradients.items()}
+
+        products = {n: problem.weights[n] * g for n, g in problem.sum_over_batches(slopes).items()}
         return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, products[p.weight]).square()))
 
 
@@ -143,44 +138,36 @@ class DiagonalFisher(Criterion):
     elementwise: ClassVar[bool] = True
 
     def scores(self, problem: ScoringContext) -> Scores:
-        check_steady(problem.batches)
-        squares = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        for batch, share in zip(problem.batches, problem.shares(), strict=True):
-            count = samples(batch)
+        def squares(batch: Batch, share: float) -> Iterator[dict[str, Tensor]]:
             check_targets(batch)
-            with torch.no_grad():
-                output, _ = problem.evaluate({}, batch)
+            output, _ = problem.evaluate({}, batch)
             if batch is problem.batches[0]:
                 check_alone(batch, _by_place(output), _by_place(last_alone(problem, batch)))
+            work = partial(_squared_gradients, problem, batch)
+            for _, sums in Pieces(self.chunk).of(count := samples(batch), work):
+                yield {n: share / count * values for n, values in sums.items()}
 
-            def work(part: slice, batch: Batch = batch, count: int = count) -> dict[str, Tensor]:
-                gradients = self._per_sample(problem, batch, count, part)
-                return {n: g.double().square().sum(0) for n, g in gradients.items()}
-
-            for _, sums in Pieces(self.chunk).of(count, work):
-                for name, values in sums.items():
-                    squares[name] += share / count * values
-        distributed.sum_(squares.values())
-        if not any(bool(s.any()) for s in squares.values()):
+        check_steady(problem.batches)
+        diagonal = problem.sum_over_batches(squares)
+        if not any(bool(d.any()) for d in diagonal.values()):
             raise HapError(DETACHED)
-        return _of_diagonal(problem, squares)
+        return _of_diagonal(problem, diagonal)
 
-    @staticmethod
-    def _per_sample(problem: ScoringContext, batch: Batch, count: int, part: slice) -> dict[str, Tensor]:
-        """The gradients of some samples of a batch, each by itself."""
-        assert problem.loss is not None
-        loss = problem.loss
-        leaves, form = pytree.tree_flatten(batch)
-        own = {i: t[part] for i, t in enumerate(leaves) if is_per_sample(t, count)}
 
-        def one(weights: dict[str, Tensor], sample: dict[int, Tensor]) -> Tensor:
-            alone = [sample[i][None] if i in own else leaf for i, leaf in enumerate(leaves)]
-            x, y = pytree.tree_unflatten(alone, form)
-            args, kwargs = copied(call_arguments(x))
-            return loss(problem.call(weights, args, kwargs), y)
+def _squared_gradients(problem: ScoringContext, batch: Batch, part: slice) -> dict[str, Tensor]:
+    """The sum over some samples of a batch of their squared gradients, each by itself."""
+    assert problem.loss is not None
+    loss = problem.loss
+    leaves, form = pytree.tree_flatten(batch)
+    own = {i: t[part] for i, t in enumerate(leaves) if is_per_sample(t, samples(batch))}
 
-        with as_hap_error("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
-            return _for_each(one, problem.weights, own)
+    def one(weights: dict[str, Tensor], sample: dict[int, Tensor]) -> Tensor:
+        alone = [sample[i][None] if i in own else leaf for i, leaf in enumerate(leaves)]
+        x, y = pytree.tree_unflatten(alone, form)
+        return loss(problem.call(weights, x), y)
+
+    with as_hap_error("the model or the loss fails sample by sample", f". {BATCH_FIRST}"):
+        return {n: g.double().square().sum(0) for n, g in _for_each(one, problem.weights, own).items()}
 
 
 def _for_each(loss: Callable[..., Tensor], weights: dict[str, Tensor], values: dict[int, Tensor]) -> dict[str, Tensor]:
@@ -231,16 +218,13 @@ class OBD(Criterion):
     elementwise: ClassVar[bool] = True
 
     def scores(self, problem: ScoringContext) -> Scores:
-        diagonal = {n: torch.zeros_like(w, dtype=torch.float64) for n, w in problem.weights.items()}
-        probes, hessian = range(self.probes), Hessian(problem)
-        for _, block in diagonal_estimates(hessian, problem.weights, probes, self.seed, self.chunk):
-            for name, values in block.items():
-                diagonal[name] += values.sum(0, dtype=torch.float64) / self.probes
-        distributed.sum_(diagonal.values())
-        return _of_diagonal(problem, diagonal)
+        hessian, probes = partial(hessian_terms, problem), range(self.probes)
+        blocks = diagonal_estimates(hessian, problem.weights, probes, self.seed, self.chunk)
+        means = ({n: v.sum(0, dtype=torch.float64) / self.probes for n, v in block.items()} for _, block in blocks)
+        return _of_diagonal(problem, problem.summed(means))
 
 
 def _of_diagonal(problem: ScoringContext, diagonal: dict[str, Tensor]) -> Scores:
     """1/2 sum over the unit's weights of d_i w_i^2, d of the weights' shapes."""
-    terms = {n: d * problem.weights[n].double().square() for n, d in diagonal.items()}
+    terms = {n: problem.weights[n].double().square() * d for n, d in diagonal.items()}
     return Scores(problem.assemble(lambda g, p: problem.per_unit(g, p, terms[p.weight]) / 2))

@@ -2,19 +2,18 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hap.execution.module_hooks import hooked
-from hap.scoring.base import ScoringContext
+from hap.execution.calling import hooked
+from hap.scoring.base import Batch, ScoringContext
 
 
-@contextmanager
-def affine_norms(problem: ScoringContext) -> Iterator[None]:
+def affine_norms(problem: ScoringContext) -> AbstractContextManager[None]:
     """Inside, BatchNorms that are not scored themselves are products with constants, whose graph keeps no activations.
 
     The operator's own backward copies under vmap, there and back, and its second derivative takes many kernels.
@@ -26,8 +25,7 @@ def affine_norms(problem: ScoringContext) -> Iterator[None]:
         and type(module).forward is _BatchNorm.forward
         and not {f"{name}.weight", f"{name}.bias"} & problem.weights.keys()
     ]
-    with hooked(problem.model, after=fixed, first=True):
-        yield
+    return hooked(problem.model, after=fixed, first=True)
 
 
 def _as_affine(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -50,19 +48,32 @@ def vmapped(function: Callable[..., Any], vectors: Any) -> Any:
         return torch.func.vmap(function)(vectors)
 
 
-# ---- taps ---------------------------------------------------------------------------------------------------
+See = Callable[[Tensor], None]
+Tap = Callable[[Tensor, See], Tensor]
+"""tap(value, see) is the value; in a backward pass of K vectors `see` is called with its gradients (K, *value)."""
 
 
-def backward(output: Tensor, anchor: Tensor, vectors: Tensor) -> None:
-    """One backward pass for all vectors (K, *output.shape), past every tap on the anchor and no further."""
-    vmapped(lambda v: torch.autograd.grad(output, anchor, v, retain_graph=True, materialize_grads=True), vectors)
+@contextmanager
+def tapped(
+    problem: ScoringContext, batch: Batch, place: Callable[[Tap], AbstractContextManager[None]]
+) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
+    """The output on a batch with taps where `place` puts them, and what sends vectors (K, *output) back from there in
+    one pass, past all taps and no further."""
+    anchor = torch.zeros((), device=problem.device, requires_grad=True)
+
+    def send_back(vectors: Tensor) -> None:
+        vmapped(lambda v: torch.autograd.grad(output, anchor, v, retain_graph=True, materialize_grads=True), vectors)
+
+    with torch.enable_grad(), place(lambda value, see: _Tap.apply(value, anchor, see)), affine_norms(problem):
+        output, _ = problem.evaluate({}, batch)
+        yield output, send_back
 
 
-class Tap(torch.autograd.Function):
+class _Tap(torch.autograd.Function):
     """The identity. It makes its output depend on the anchor, and shows `see` the gradient that comes back."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, see: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, see: See) -> Tensor:
         ctx.see = see
         return output.clone()  # what follows may write in place; the original is let go
 
@@ -76,7 +87,7 @@ class _Look(torch.autograd.Function):
     """The identity. Under vmap `see` gets the plain tensor with the vmapped axis first."""
 
     @staticmethod
-    def forward(gradient: Tensor, see: Callable[[Tensor], None]) -> Tensor:
+    def forward(gradient: Tensor, see: See) -> Tensor:
         see(gradient[None])
         return gradient.view_as(gradient)
 
@@ -85,7 +96,7 @@ class _Look(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, gradient: Tensor, see: Callable[[Tensor], None]) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, gradient: Tensor, see: See) -> tuple[Tensor, int]:
         gradient = gradient.movedim(in_dims[0], 0)
         see(gradient)
         return gradient, 0

@@ -1,8 +1,8 @@
 """Criteria that look at gates: factors, 1 as the network stands, on what units hand on. With 0 the unit is gone."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked
 from hap.groups.groups import Groups
 from hap.groups.types import Producer
 from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, samples, unit_map
-from hap.scoring.derivatives import Tap, affine_norms, backward
-from hap.scoring.gauss_newton import SURVEYED, Add, Measure, of_one_sample, over_samples, samples_of, survey
+from hap.scoring.derivatives import Tap, tapped
+from hap.scoring.gauss_newton import SURVEYED, Add, computes_as, of_one_sample, over_samples, survey
 from hap.scoring.hessian_trace import MOST_OUTPUTS, mean_scores
 from hap.scoring.outputs import CannotTrace
 from hap.scoring.over_all_slices import readers
-from hap.scoring.row_norms import computes_as
-from hap.scoring.sample_axis import BATCH_FIRST, run_recorded
-from hap.utils import distributed
+from hap.scoring.sample_axis import BATCH_FIRST, run_recorded, samples_of
 
 OTHER = "use another criterion"
 INSTEAD = f"{OTHER}, such as HessianTrace"
@@ -45,35 +43,31 @@ class GateGradient(Criterion):
     name: ClassVar[str] = "gate-gradient"
 
     def scores(self, problem: ScoringContext) -> Scores:
-        totals = {n: torch.zeros(len(g), dtype=torch.float64, device=problem.device) for n, g in problem.groups.items()}
-        for batch, share in zip(problem.batches, problem.shares(), strict=True):
-            for name, value in self._batch(problem, batch).items():
-                totals[name] += share * value
-        distributed.sum_(totals.values())
+        totals = problem.sum_over_batches(lambda batch, share: [_mean_slopes(problem, batch, share)])
         check_finite_scores(totals, "the gradient of a gate")
         if self.per_layer:
             totals = {n: v / v.norm().clamp_min(1e-300) for n, v in totals.items()}
         return Scores(totals, about={"per_layer": self.per_layer})
 
-    @staticmethod
-    def _batch(problem: ScoringContext, batch: Batch) -> dict[str, Tensor]:
-        reading = {name: readers(problem.groups, group) for name, group in problem.groups.items()}
-        if unread := [name for name, some in reading.items() if not some]:
-            raise HapError(f"no layer reads group {unread[0]!r}, so a gate on it has no gradient; {OTHER}")
-        weights = list(dict.fromkeys(reader.weight for some in reading.values() for reader in some))
-        _, loss, calls = run_recorded(problem, batch, weights, OTHER)
-        slopes = dict(zip(weights, torch.autograd.grad(loss, [calls[n][0] for n in weights]), strict=True))
-        count = samples(batch)
 
-        def gate(name: str, reader: Producer) -> Tensor:
-            x, slope = calls[reader.weight][0].detach(), slopes[reader.weight]
-            if x.ndim < 2 or len(x) != count or x.shape[-1] != len(reader.unit):
-                seen = tuple(x.shape)
-                raise HapError(f"{reader.weight} does not read {name} on the last axis of every sample: {seen}")
-            return fold(problem.groups[name], reader, (x * slope).flatten(1, -2).sum(1) if x.ndim > 2 else x * slope)
+def _mean_slopes(problem: ScoringContext, batch: Batch, share: float) -> dict[str, Tensor]:
+    """The mean over a batch of |dL/dgate|, times its share."""
+    reading = {name: readers(problem.groups, group) for name, group in problem.groups.items()}
+    if unread := [name for name, some in reading.items() if not some]:
+        raise HapError(f"no layer reads group {unread[0]!r}, so a gate on it has no gradient; {OTHER}")
+    weights = list(dict.fromkeys(reader.weight for some in reading.values() for reader in some))
+    _, loss, calls = run_recorded(problem, batch, weights, OTHER)
+    slopes = dict(zip(weights, torch.autograd.grad(loss, [calls[n][0] for n in weights]), strict=True))
+    count = samples(batch)
 
-        gates = {name: reduce(torch.add, [gate(name, reader) for reader in some]) for name, some in reading.items()}
-        return {n: count * g.abs().mean(0) for n, g in gates.items()}  # the loss is a mean over the samples
+    def gate(name: str, reader: Producer) -> Tensor:
+        x, slope = calls[reader.weight][0].detach(), slopes[reader.weight]
+        if x.ndim < 2 or len(x) != count or x.shape[-1] != len(reader.unit):
+            raise HapError(f"{reader.weight} does not read {name} on the last axis of every sample: {tuple(x.shape)}")
+        return fold(problem.groups[name], reader, (x * slope).flatten(1, -2).sum(1) if x.ndim > 2 else x * slope)
+
+    gates = {name: reduce(torch.add, [gate(name, reader) for reader in some]) for name, some in reading.items()}
+    return {n: share * (count * g.abs().mean(0)) for n, g in gates.items()}  # the loss is a mean over the samples
 
 
 @dataclass(frozen=True)
@@ -103,19 +97,18 @@ class GateCurvature(Criterion):
     def scores(self, problem: ScoringContext) -> Scores:
         gates = gates_of(problem.model, problem.groups)
 
-        def taps(add: Add) -> AbstractContextManager[Tensor]:
-            return _tapped(problem, gates, lambda gate, *passing: add(gate.group, _slope(problem, gate, *passing)))
+        def place(add: Add, tap: Tap) -> AbstractContextManager[None]:
+            return _at_gates(problem.model, gates, lambda gate, x, g: add(gate.group, _slope(problem, gate, x, g)), tap)
 
-        measure = Measure(taps, Tensor.square, {name: len(group) for name, group in problem.groups.items()})
         try:
             found = survey(problem)
             _check_samples(problem, gates)
             draws = self.draws if found.outputs > MOST_OUTPUTS else 0
-            squares = over_samples(problem, found, measure, draws, self.seed)
+            squares = over_samples(problem, found, place, Tensor.square, draws, self.seed)
         except CannotTrace as error:
             raise HapError(f"gate-curvature does not apply: {error}; {INSTEAD}") from error
         about = {"method": "gauss-newton"} | ({"draws": draws} if draws else {})
-        return mean_scores({n: v / 2 for n, v in squares.items()}, about)
+        return mean_scores({name: squares[name] / 2 for name in problem.groups}, about)
 
 
 # ---- where units pass ---------------------------------------------------------------------------------------
@@ -194,9 +187,6 @@ def gated(model: nn.Module, gates: Gates, change: Callable[[Gate, Tensor], Tenso
 
 # ---- derivatives --------------------------------------------------------------------------------------------
 
-See = Callable[[Gate, Tensor, Tensor], None]
-"""Called with a gate, the value that passes it, and the gradient (K, *value) there."""
-
 
 def _check_samples(problem: ScoringContext, gates: Gates) -> None:
     """Refuse gates at which the first axis is not that of the samples: what one sample gives would reach others."""
@@ -206,9 +196,8 @@ def _check_samples(problem: ScoringContext, gates: Gates) -> None:
         if gradient[:, 1:].any():
             mixed.append(gate.unit.weight)
 
-    with torch.enable_grad(), _tapped(problem, gates, see) as anchor:
-        output, _ = problem.evaluate({}, batch)
-        backward(output, anchor, of_one_sample(output))
+    with tapped(problem, batch, partial(_at_gates, problem.model, gates, see)) as (output, send_back):
+        send_back(of_one_sample(output))
     if mixed:
         raise HapError(f"the first axis of what {mixed[0]} meets is not that of the samples. {BATCH_FIRST}")
 
@@ -227,15 +216,6 @@ def _slope(problem: ScoringContext, gate: Gate, value: Tensor, gradient: Tensor)
     return fold(group, gate.unit, each.unflatten(2, (times, -1)).sum(2))
 
 
-@contextmanager
-def _tapped(problem: ScoringContext, gates: Gates, see: See) -> Iterator[Tensor]:
-    """Inside, a backward pass to the anchor this gives calls `see` for every gate that it goes by."""
-    anchor = torch.zeros((), device=problem.device, requires_grad=True)
-
-    def tap(gate: Gate, value: Tensor) -> Tensor:
-        kept = value.detach()
-        tapped: Tensor = Tap.apply(value, anchor, lambda gradient: see(gate, kept, gradient))
-        return tapped
-
-    with gated(problem.model, gates, tap), affine_norms(problem):
-        yield anchor
+def _at_gates(model: nn.Module, gates: Gates, see: Callable[..., None], tap: Tap) -> AbstractContextManager[None]:
+    """Inside, what passes a gate is tapped: `see` is called with the gate, the value, and the gradients (K, *value)."""
+    return gated(model, gates, lambda gate, x: tap(x, partial(see, gate, x.detach())))

@@ -3,33 +3,30 @@
 With B the Hessian of the loss in one sample's outputs and s_k vectors such that B = sum_k s_k s_k^T, the trace over the
 weights of unit p is the sum over samples and k of ||J_p^T s_k||^2. The network runs forward once over some samples; the
 backward passes of several s_k run as one under vmap; as the gradient of a layer's output comes by, the row norms of the
-weight's gradient are taken and the gradient is let go.
-
-With F the multiply-adds of a forward pass over all samples and K vectors a sample, the backward passes take K F and the
-row norms at most K F more, so (1 + 2 K) F in all: for ResNet56, 512 images and 10 classes 1.35e12, with about 127 GB to
-be read or written, not below 40 ms on an H200. Memory: what the forward pass keeps, and K gradients of the largest
-outputs.
+weight's gradient are taken and the gradient is let go. With F the multiply-adds of a forward pass over all samples and
+K vectors a sample this takes at most (1 + 2 K) F, and the memory of a forward pass with K gradients of its largest
+output.
 """
 
-from __future__ import annotations
-
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked
 from hap.scoring.base import Batch, ScoringContext, samples
-from hap.scoring.derivatives import Tap, affine_norms, backward
-from hap.scoring.memory_chunks import CPU_GRADIENTS, Pieces, budget, held_by_graph
+from hap.scoring.derivatives import Tap, tapped
+from hap.scoring.memory_chunks import Pieces, at_once, held_by_graph
 from hap.scoring.outputs import CannotTrace, output_curvature
-from hap.scoring.row_norms import row_norms
+from hap.scoring.sample_axis import samples_of
 from hap.utils import distributed
 
 SURVEYED = 8
@@ -39,8 +36,17 @@ LIVE = 4
 """Gradients of about the largest output's size that live at once in a backward pass: of two branches, of an operator's
 result, and the copy that the row norms are taken of."""
 
+PATCHES = 2**28
+"""Bytes of patches that are made at a time. All of those of a 3x3 kernel would be nine times its input."""
+
 See = Callable[[str, nn.Module, Tensor, Tensor], None]
 """Called with a weight's name, its layer, what the layer read, and the gradient (K, *output) of its output."""
+
+Add = Callable[[str, Tensor], None]
+"""Called with a name and values (K, samples, units); what is added under a name in one backward pass is summed."""
+
+Place = Callable[[Add, Tap], AbstractContextManager[None]]
+Square = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,6 @@ class Survey:
         most = max(int(1.5 * self.graph) // max(LIVE * self.largest, 1), 1)
         return math.ceil(count / math.ceil(count / most))
 
-    def samples_at_once(self, vectors: int, device: torch.device) -> int:
-        fitting = max(budget(device) // max(self.graph + LIVE * vectors * self.largest, 1), 1)
-        return fitting if device.type == "cuda" else min(fitting, max(CPU_GRADIENTS // vectors, 1))
-
 
 def survey(problem: ScoringContext) -> Survey:
     """Run a few samples forward and one of them backward, to see every layer at work and count what it takes."""
@@ -77,18 +79,17 @@ def survey(problem: ScoringContext) -> Survey:
         mixed[name] = gradient[:, 1:].any() if along else torch.ones((), dtype=torch.bool, device=gradient.device)
         sizes.append(gradient.nbytes // len(gradient))
 
-    counted = held_by_graph(all_of_it=True)
-    with torch.enable_grad(), _none_frozen(problem.model), counted as held, tapped(problem, see) as anchor:
-        output, _ = problem.evaluate({}, batch)
+    counted, run = held_by_graph(all_of_it=True), tapped(problem, batch, partial(_at_layers, problem, see))
+    with _none_frozen(problem.model), counted as held, run as (output, send_back):
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != count:
             raise CannotTrace("the model's output is not one vector per sample")
         if output.requires_grad:
-            backward(output, anchor, of_one_sample(output))
+            send_back(of_one_sample(output))
     if missing := [n for n in problem.weights if n not in mixed]:
         raise CannotTrace(f"what {missing[0]} computes is hidden from its layer")
     if bad := [n for n, yes in zip(mixed, torch.stack(list(mixed.values())).tolist(), strict=True) if yes]:
         raise CannotTrace(f"the first axis of what {bad[-1]} reads is not that of the samples")
-    return Survey(output.shape[1], held.bytes // count, max(sizes) // count)
+    return Survey(output.shape[1], held() // count, max(sizes) // count)
 
 
 def of_one_sample(output: Tensor) -> Tensor:
@@ -113,96 +114,132 @@ def gauss_newton_traces(problem: ScoringContext, found: Survey, draws: int = 0, 
     """trace(J_p^T B J_p) for every index p of each weight's unit axis: (1, units), exact; with `draws`, so many
     independent and unbiased estimates of it: (draws, units)."""
     dims = {p.weight: p.dim for g in problem.groups.values() for p in g.producers}
-    sizes = {n: w.shape[dims[n]] for n, w in problem.weights.items()}
 
-    def taps(add: Add) -> AbstractContextManager[Tensor]:
-        return tapped(problem, lambda name, module, x, gradient: add(name, row_norms(module, x, dims[name], gradient)))
+    def place(add: Add, tap: Tap) -> AbstractContextManager[None]:
+        return _at_layers(problem, lambda name, layer, x, g: add(name, row_norms(layer, x, dims[name], g)), tap)
 
-    return over_samples(problem, found, Measure(taps, Tensor.double, sizes), draws, seed)
-
-
-Add = Callable[[str, Tensor], None]
-"""Called with a name and values (K, samples, units); what is added under a name in one backward pass is summed."""
+    return over_samples(problem, found, place, Tensor.double, draws, seed)
 
 
-class Measure(NamedTuple):
-    """What a backward pass of K vectors is measured by: `taps` gives the anchor that it goes to, past all that adds
-    values; of their sums `square` makes what counts; `sizes` are the numbers of units by name."""
-
-    taps: Callable[[Add], AbstractContextManager[Tensor]]
-    square: Callable[[Tensor], Tensor]
-    sizes: dict[str, int]
-
-
-def over_samples(problem: ScoringContext, found: Survey, measure: Measure, draws: int, seed: int) -> dict[str, Tensor]:
-    """What is measured, summed over the vectors s_k, as a mean over all samples: (1, units) by name; with `draws` one
-    row for each of so many random combinations of the vectors."""
-    device, rows = problem.device, max(draws, 1)
-    totals = {n: torch.zeros(rows, size, dtype=torch.float64, device=device) for n, size in measure.sizes.items()}
-    at_once = found.vectors_at_once(draws or found.outputs)
-    pieces = Pieces(distributed.least(found.samples_at_once(at_once, device), device), halve=not problem.sharded)
+def over_samples(
+    problem: ScoringContext, found: Survey, place: Place, square: Square, draws: int, seed: int
+) -> dict[str, Tensor]:
+    """What `square` makes of what the taps add in a backward pass, summed over the vectors s_k, as a mean over all
+    samples: (1, units) by name; with `draws` one row for each of so many random combinations of the vectors."""
+    device, vectors_at_once = problem.device, found.vectors_at_once(draws or found.outputs)
+    fitting = at_once(device, found.graph + LIVE * vectors_at_once * found.largest, vectors_at_once)
+    pieces = Pieces(distributed.least(fitting, device), halve=not problem.sharded)
     if problem.sharded:
         for size in (len(problem.batches), *(samples(b) for b in problem.batches)):
             distributed.agree(size, "the number of batches or of samples in a batch")
     generator = torch.Generator(device).manual_seed(seed + distributed.rank())
-    for batch, share in zip(problem.batches, problem.shares(), strict=True):
-        curvature = output_curvature(problem, _outputs(problem, batch, pieces), batch)
-        if curvature is None:
-            continue
+
+    def parts(batch: Batch, share: float) -> Iterator[dict[str, Tensor]]:
+        outputs = pieces.of(samples(batch), lambda part: problem.evaluate({}, samples_of(batch, part))[0])
+        whole = torch.cat([output for _, output in outputs])  # a loss may weigh samples by what else is in the batch
+        curvature = output_curvature(problem, whole, batch)
         vectors, signs = curvature.draw(draws, generator) if draws else curvature.factors()
 
-        def work(part: slice, given: Any = (batch, vectors, signs)) -> dict[str, Tensor]:
-            batch, vectors, signs = given
-            return _piece(problem, samples_of(batch, part), vectors[:, part], signs[:, part], at_once, measure)
+        def work(part: slice) -> dict[str, Tensor]:
+            rows = [v[:, part].split(vectors_at_once) for v in (vectors, signs)]
+            return _piece(problem, samples_of(batch, part), zip(*rows, strict=True), place, square)
 
-        for _, part in pieces.of(samples(batch), work):
-            for name, values in part.items():
-                totals[name] += share * (values if draws else values.sum(0, keepdim=True))
-    distributed.sum_(totals.values())
-    return totals
+        for _, rows in pieces.of(samples(batch), work):
+            yield {n: share * (values if draws else values.sum(0, keepdim=True)) for n, values in rows.items()}
 
-
-def _outputs(problem: ScoringContext, batch: Batch, pieces: Pieces) -> Tensor:
-    """The outputs of a whole batch: a loss may weigh its samples by what else is in it."""
-    parts = pieces.of(samples(batch), lambda part: problem.evaluate({}, samples_of(batch, part))[0])
-    return torch.cat([output for _, output in parts])
+    return problem.sum_over_batches(parts)
 
 
 def _piece(
-    problem: ScoringContext, batch: Batch, vectors: Tensor, signs: Tensor, at_once: int, measure: Measure
+    problem: ScoringContext, batch: Batch, passes: Iterable[tuple[Tensor, Tensor]], place: Place, square: Square
 ) -> dict[str, Tensor]:
-    """The sum over the samples of one piece, (K, units) by name, for their vectors (K, samples, outputs)."""
+    """The sum over these samples, (K, units) by name, from a backward pass for each pair of some vectors (k, samples,
+    outputs) and their signs (k, samples)."""
     rows: dict[str, list[Tensor]] = {}
     found: dict[str, Tensor] = {}
 
     def add(name: str, values: Tensor) -> None:
         found[name] = values + found[name] if name in found else values
 
-    with torch.enable_grad(), measure.taps(add) as anchor:
-        output, _ = problem.evaluate({}, batch)
-        for start in range(0, len(vectors), at_once):
-            part = slice(start, start + at_once)
+    with tapped(problem, batch, partial(place, add)) as (output, send_back):
+        for vectors, signs in passes:
             found.clear()
-            backward(output, anchor, vectors[part].to(output.dtype))
+            send_back(vectors.to(output.dtype))
             for name, values in found.items():
-                rows.setdefault(name, []).append((measure.square(values) * signs[part, :, None]).sum(1))
+                rows.setdefault(name, []).append((square(values) * signs[..., None]).sum(1))
     return {name: torch.cat(some) for name, some in rows.items()}
 
 
-def samples_of(value: Any, part: slice) -> Any:
-    """Some samples of a batch."""
-    return pytree.tree_map(lambda t: t[part] if isinstance(t, Tensor) and t.ndim else t, value)
+def _at_layers(problem: ScoringContext, see: See, tap: Tap) -> AbstractContextManager[None]:
+    """Inside, the output of every layer that owns a weight is tapped, and `see` called as gradients go by."""
+
+    def after(name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return tap(output, partial(see, name, module, args[0].detach()))
+
+    hooks = [(name.rpartition(".")[0], partial(after, name)) for name in problem.weights]
+    return hooked(problem.model, after=hooks, first=True)
 
 
-@contextmanager
-def tapped(problem: ScoringContext, see: See) -> Iterator[Tensor]:
-    """Inside, a backward pass to the anchor this gives calls `see` as it goes by each layer that owns a weight."""
-    anchor = torch.zeros((), device=problem.device, requires_grad=True)
+# ---- row norms ----------------------------------------------------------------------------------------------
 
-    def tap(name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        tapped: Tensor = Tap.apply(output, anchor, partial(see, name, module, args[0].detach()))
-        return tapped
 
-    taps = [(name.rpartition(".")[0], partial(tap, name)) for name in problem.weights]
-    with hooked(problem.model, after=taps, first=True), affine_norms(problem):
-        yield anchor
+def row_norms(module: nn.Module, x: Tensor, dim: int, gradient: Tensor) -> Tensor:
+    """Squared norms (K, samples, units) of the gradients of a layer's weight, units along its axis `dim`, from what the
+    layer read and the gradient (K, samples, *output) of its output."""
+    if computes_as(module, nn.Conv2d):
+        assert isinstance(module, nn.Conv2d)
+        rows, taken = gradient.flatten(3), x[:1].nbytes * math.prod(module.kernel_size) // math.prod(module.stride)
+    elif computes_as(module, nn.Linear):
+        rows, taken = gradient.reshape(*gradient.shape[:2], -1, gradient.shape[-1]).mT, x[:1].nbytes
+    else:
+        return torch.func.vmap(lambda g: _by_vmap(module, x, dim, g))(gradient)
+    step = max(PATCHES // max(taken, 1), 1)  # taken: about what the patches of one sample take
+    pieces = zip(rows.split(step, dim=1), x.split(step), strict=True)
+    return torch.cat([_norms(rows, _patches(module, x)) for rows, x in pieces], dim=1)
+
+
+def _norms(rows: Tensor, patches: Tensor) -> Tensor:
+    """rows g (K, samples, O, L), patches a (samples, groups, P, L) -> squared row norms (K, samples, O) of g a^T: of
+    that itself or as the diagonal of g (a^T a) g^T, whichever takes fewer multiply-adds."""
+    count, (groups, size, length) = len(rows), patches.shape[1:]
+    rows = rows.unflatten(2, (groups, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (samples, groups, K O, L)
+    if size * length + rows.shape[2] * length < rows.shape[2] * size:
+        norms = ((rows @ (patches.mT @ patches)) * rows).sum(-1)
+    else:
+        norms = (rows @ patches.mT).square_().sum(-1)
+    return norms.unflatten(2, (count, -1)).permute(2, 0, 1, 3).flatten(2)
+
+
+def _patches(module: nn.Module, x: Tensor) -> Tensor:
+    """What each position of the output reads: (samples, groups, P, L)."""
+    if not isinstance(module, nn.Conv2d):
+        return x.reshape(len(x), 1, -1, x.shape[-1]).mT
+    padding = module._reversed_padding_repeated_twice
+    if any(padding):
+        x = F.pad(x, padding, "constant" if module.padding_mode == "zeros" else module.padding_mode)
+    for axis, size, dilation, stride in zip((2, 3), module.kernel_size, module.dilation, module.stride, strict=True):
+        x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    positions = math.prod(x.shape[2:4])  # F.unfold would start a kernel for every sample on a GPU
+    return x.permute(0, 1, 4, 5, 2, 3).reshape(len(x), module.groups, -1, positions)
+
+
+def _by_vmap(module: nn.Module, x: Tensor, dim: int, gradient: Tensor) -> Tensor:
+    """Any layer, for one vector: the vector-Jacobian product in its weight, sample by sample."""
+    assert isinstance(module.weight, Tensor)
+    bare, weight = copy.copy(module), module.weight.detach()
+    bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
+
+    def one(x: Tensor, g: Tensor) -> Tensor:
+        def forward(w: Tensor) -> Tensor:
+            return torch.func.functional_call(bare, {"weight": w}, (x[None],))[0]
+
+        (row,) = torch.func.vjp(forward, weight)[1](g)
+        return row.square().sum([d for d in range(row.ndim) if d != dim])
+
+    return torch.func.vmap(one)(x, gradient)
+
+
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer is of a kind and has not changed what that kind computes."""
+    parts = ("forward", "_conv_forward")
+    return isinstance(module, kind) and all(getattr(type(module), p, None) is getattr(kind, p, None) for p in parts)

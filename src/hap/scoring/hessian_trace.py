@@ -4,8 +4,9 @@ The rise of the loss when the weights w_p of a unit go is 1/2 w_p^T H_pp w_p to 
 directions of w_p in its place, trace(H_pp) / (2 |p|) * ||w_p||^2.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +15,8 @@ from torch import Tensor
 from hap.errors import Argument, HapError
 from hap.groups.types import Group, Producer
 from hap.scoring.base import Criterion, Scores, ScoringContext, check_finite_scores, fold
-from hap.scoring.gauss_newton import Survey, gauss_newton_traces, survey
-from hap.scoring.hessian_operator import Hessian, Operator, Tensors
-from hap.scoring.hutchinson import Deflated, diagonal_estimates, signs
+from hap.scoring.gauss_newton import gauss_newton_traces, survey
+from hap.scoring.hutchinson import Deflated, Operator, Tensors, diagonal_estimates, hessian_terms, signs
 from hap.scoring.outputs import CannotTrace, use_probes
 from hap.utils import distributed
 
@@ -81,46 +81,39 @@ class HessianTrace(Criterion):
             raise HapError(f"settle={self.settle}; expected the share of units to be kept, between 0 and 1")
 
     def scores(self, problem: ScoringContext) -> Scores:
-        curved = problem.groups.curved
-        if self.method == "hutchinson" or (self.method == "auto" and curved is not None):
+        if self.method == "hutchinson":
             return hutchinson(problem, self)
         try:
-            if self.method != "gauss-newton" and curved is not None:
+            if self.method != "gauss-newton" and (curved := problem.groups.curved) is not None:
                 raise CannotTrace(f"the network is not piecewise linear in each weight ({curved})")
-            return self._gauss_newton(problem, survey(problem))
+            found = survey(problem)
+            sampled = self.method == "sampled" or (self.method != "exact" and found.outputs > MOST_OUTPUTS)
+            method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
+            traces = gauss_newton_traces(problem, found, self.draws if sampled else 0, self.seed)
+            values = equation_6(problem, lambda g, p: fold(g, p, traces[p.weight]))
+            return mean_scores(values, {"method": method} | ({"draws": self.draws} if sampled else {}))
         except CannotTrace as error:
             if self.method != "auto":
                 raise HapError(f'method="{self.method}" does not apply: {error}. ', use_probes("Use"), ".") from error
         return hutchinson(problem, self)
 
-    def _gauss_newton(self, problem: ScoringContext, found: Survey) -> Scores:
-        """Equation 6 from exact traces, or from the mean of sampled ones with its standard error."""
-        sampled = self.method == "sampled" or (self.method != "exact" and found.outputs > MOST_OUTPUTS)
-        method = {"auto": "sampled" if sampled else "exact"}.get(self.method, self.method)
-        traces = gauss_newton_traces(problem, found, self.draws if sampled else 0, self.seed)
-        values = equation_6(problem, lambda g, p: fold(g, p, traces[p.weight]))
-        return mean_scores(values, {"method": method} | ({"draws": self.draws} if sampled else {}))
-
     def estimates(self, problem: ScoringContext) -> Tensor:
         """Unbiased estimates of all scores by Hutchinson's method: (probes, units), groups one after the other."""
-        return torch.cat(list(next(_estimates(problem, self, self.probes, equation_6)).values()), dim=1)
+        return torch.cat(list(next(_estimates(problem, self, self.probes)).values()), dim=1)
 
 
-Trace = Callable[[Group, Producer], Tensor]
-
-
-def equation_6(problem: ScoringContext, trace: Trace) -> dict[str, Tensor]:
-    """trace(H_pp) / (2 |p|) * ||w_p||^2, p what a unit owns in one producer, summed over its producers."""
+def equation_6(problem: ScoringContext, trace: Callable[[Group, Producer], Tensor]) -> dict[str, Tensor]:
+    """trace(H_pp) / (2 |p|) * ||w_p||^2, summed over each p of a unit."""
+    if problem.joint:
+        traces, squares = problem.assemble(trace), problem.mean_squares()
+        return {n: traces[n] * squares[n] / 2 for n in traces}
     return problem.assemble(lambda g, p: trace(g, p) * problem.mean_square(g, p) / 2)
 
 
-Formula = Callable[[ScoringContext, Trace], dict[str, Tensor]]
-
-
-def hutchinson(problem: ScoringContext, how: HessianTrace, formula: Formula = equation_6) -> Scores:
-    """Equation 6, by this formula, from random probes, with standard errors."""
+def hutchinson(problem: ScoringContext, how: HessianTrace) -> Scores:
+    """Equation 6 from random probes, with standard errors."""
     values: dict[str, Tensor] = {}
-    for block in _estimates(problem, how, BLOCK if how.settle else how.probes, formula):
+    for block in _estimates(problem, how, BLOCK if how.settle else how.probes):
         values = {n: torch.cat([values[n], v]) if values else v for n, v in block.items()}
         if how.settle is not None and _settled(torch.cat(list(values.values()), dim=1), how.settle):
             break
@@ -130,13 +123,13 @@ def hutchinson(problem: ScoringContext, how: HessianTrace, formula: Formula = eq
     return mean_scores(values, {"method": "hutchinson", "probes": count} | deflated)
 
 
-def _estimates(problem: ScoringContext, how: HessianTrace, block: int, formula: Formula) -> Iterator[dict[str, Tensor]]:
+def _estimates(problem: ScoringContext, how: HessianTrace, block: int) -> Iterator[dict[str, Tensor]]:
     """Estimates (block, units) of equation 6 by group, so many probes at a time."""
     weights, known = problem.weights, Tensors()
-    operator: Operator = Hessian(problem)
+    operator: Operator = partial(hessian_terms, problem)
     if how.deflate:
-        operator = rest = Deflated(operator, signs(weights, range(how.deflate), how.seed), how.chunk)
-        known = rest.diagonal
+        deflated = Deflated(operator, signs(weights, range(how.deflate), how.seed), how.chunk)
+        operator, known = deflated.terms, deflated.diagonal
     axes = dict.fromkeys((p.weight, p.dim) for g in problem.groups.values() for p in g.producers)
     last = how.deflate + how.probes
     for first in range(how.deflate, last, block):
@@ -149,10 +142,10 @@ def _estimates(problem: ScoringContext, how: HessianTrace, block: int, formula: 
         for name, dim in axes if known else ():
             sums[name, dim] += _sum_along(known[name][None], dim)
 
-        def trace(group: Group, producer: Producer, sums: Mapping[tuple[str, int], Tensor] = sums) -> Tensor:
+        def trace(group: Group, producer: Producer, sums: dict[tuple[str, int], Tensor] = sums) -> Tensor:
             return fold(group, producer, sums[producer.weight, producer.dim])
 
-        yield formula(problem, trace)
+        yield equation_6(problem, trace)
 
 
 def _sum_along(values: Tensor, dim: int) -> Tensor:

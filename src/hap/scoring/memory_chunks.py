@@ -4,7 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,33 +34,30 @@ def budget(device: torch.device) -> int:
     return int((0.8 if device.type == "cuda" else 0.5) * free_bytes(device))
 
 
-@dataclass
-class Held:
-    """What autograd keeps for a backward pass, as far as it is alive. An address alone would not do: what is let go may
-    leave it to another."""
-
-    tensors: list[Callable[[], Tensor | None]] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        alive = [tensor.untyped_storage() for get in self.tensors if (tensor := get()) is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
+def at_once(device: torch.device, size: int, gradients: int) -> int:
+    """How many fit that take so many bytes and backward passes each; at least one."""
+    fitting = max(budget(device) // max(size, 1), 1)
+    return fitting if device.type == "cuda" else min(fitting, max(CPU_GRADIENTS // gradients, 1))
 
 
 @contextmanager
-def held_by_graph(all_of_it: bool = False) -> Iterator[Held]:
-    """Counts what a forward pass inside keeps for its backward pass, parameters left out; with `all_of_it` also what it
-    lets go again, which is then held as well."""
-    held = Held()
+def held_by_graph(all_of_it: bool = False) -> Iterator[Callable[[], int]]:
+    """Counts the bytes that a forward pass inside keeps for its backward pass, parameters left out; with `all_of_it`
+    also what it lets go again, which is then held as well."""
+    held: list[Callable[[], Tensor | None]] = []
+
+    def alive() -> int:
+        storages = [tensor.untyped_storage() for get in held if (tensor := get()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def keep(tensor: Tensor) -> Tensor:
         kept = tensor.detach()  # a result that its own operator saves would hold itself, and the whole graph, for ever
         if not isinstance(tensor, nn.Parameter):
-            held.tensors.append((lambda: kept) if all_of_it else weakref.ref(kept))
+            held.append((lambda: kept) if all_of_it else weakref.ref(kept))
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield held
+        yield alive
 
 
 @dataclass

@@ -74,8 +74,8 @@ def _any_curvature(b: Tensor) -> OutputCurvature:
     return OutputCurvature(lambda coefficients: (scaled @ coefficients[..., None])[..., 0], values.sign(), why)
 
 
-def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> OutputCurvature | None:
-    """The curvature at a batch's outputs (samples, K), in float64; None where the loss has none.
+def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> OutputCurvature:
+    """The curvature at a batch's outputs (samples, K), in float64.
 
     Which form it has is read off two products with random vectors, so that losses need not be known by name.
     """
@@ -88,7 +88,7 @@ def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> O
             raise HapError(DETACHED)
         (slope,) = torch.autograd.grad(loss, output, create_graph=True)
     if not slope.requires_grad:  # linear in the outputs
-        return None
+        return _diagonal_curvature(torch.zeros_like(output))
 
     def product(vector: Tensor) -> Tensor:
         return torch.autograd.grad(slope, output, vector, retain_graph=True)[0]
@@ -103,9 +103,13 @@ def output_curvature(problem: ScoringContext, output: Tensor, batch: Batch) -> O
         return all(bool((a - b).norm() <= CLOSE * a.norm() + rounding) for a, b in pairs)
 
     q = output.detach().softmax(1)
-    centred = q * probes[0] - q * (q * probes[0]).sum(1, keepdim=True)
-    w = (seen[0] * centred).sum(1) / centred.square().sum(1).clamp_min(1e-300)
-    if fits(lambda v: w[:, None] * (q * v - q * (q * v).sum(1, keepdim=True))):
+
+    def centred(vector: Tensor) -> Tensor:
+        return q * vector - q * (q * vector).sum(1, keepdim=True)
+
+    first = centred(probes[0])
+    w = (seen[0] * first).sum(1) / first.square().sum(1).clamp_min(1e-300)
+    if fits(lambda v: w[:, None] * centred(v)):
         return softmax_curvature(q, w)
     d = product(torch.ones_like(probes[0]))
     if fits(lambda v: d * v):

@@ -1,8 +1,7 @@
 """One score for all slices of a unit: what a head's query, key, value and output say together."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +12,9 @@ from hap.errors import Argument, HapError
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Producer
 from hap.scoring.base import Batch, Criterion, Scores, ScoringContext, check_finite_scores, fold, unit_map
-from hap.scoring.baselines import Magnitude
-from hap.scoring.hessian_trace import HessianTrace, hutchinson
+from hap.scoring.hessian_trace import HessianTrace, equation_6, hutchinson
 from hap.scoring.outputs import softmax_curvature
 from hap.scoring.sample_axis import run_recorded
-from hap.utils import distributed
 
 METHODS = ("hutchinson", "gauss-newton")
 INSTEAD = 'use JointTrace(method="hutchinson")'
@@ -35,10 +32,10 @@ def all_slices(groups: Groups, group: Group) -> tuple[Producer, ...]:
 
 
 def with_all_slices(problem: ScoringContext) -> ScoringContext:
-    """A context in which each unit owns the slices that read it as well as those that compute it."""
+    """A context in which each unit owns the slices that read it as well as those that compute it, as one p."""
     groups = problem.groups
     grown = {n: replace(g, producers=all_slices(groups, g)) for n, g in groups.items()}
-    return replace(problem, groups=replace(groups, groups=grown))
+    return replace(problem, groups=replace(groups, groups=grown), joint=True)
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Whole(Criterion):
     """Another criterion over all that a unit owns: of a head the query, key, value and output slices. The magnitude is
     the mean square over all of them, however the model stores them; the others add the scores of the slices.
 
-    >>> Whole(Magnitude()).to_dict()
+    >>> Whole(hap.Magnitude()).to_dict()
     {'name': 'whole', 'of': {'name': 'magnitude'}}
     """
 
@@ -62,21 +59,7 @@ class Whole(Criterion):
             )
 
     def scores(self, problem: ScoringContext) -> Scores:
-        problem = with_all_slices(problem)
-        return Scores(mean_squares(problem)) if isinstance(self.of, Magnitude) else self.of.scores(problem)
-
-
-def mean_squares(problem: ScoringContext) -> dict[str, Tensor]:
-    """||w_p||^2 / |p| for each unit, over all its slices together."""
-    norms = problem.assemble(partial(problem.sum_of, torch.square))
-    sizes = problem.assemble(problem.sizes)
-    return {n: norms[n] / sizes[n].clamp_min(1) for n in norms}
-
-
-def equation_6_jointly(problem: ScoringContext, trace: Callable[[Group, Producer], Tensor]) -> dict[str, Tensor]:
-    """trace(H_pp) / (2 |p|) * ||w_p||^2, p all that a unit owns."""
-    traces, squares = problem.assemble(trace), mean_squares(problem)
-    return {n: traces[n] * squares[n] / 2 for n in traces}
+        return self.of.scores(with_all_slices(problem))
 
 
 @dataclass(frozen=True)
@@ -114,41 +97,31 @@ class JointTrace(Criterion):
     def scores(self, problem: ScoringContext) -> Scores:
         joint = with_all_slices(problem)
         if self.method == "hutchinson":
-            for name, weight in joint.weights.items():
-                if weight.dtype in (torch.float16, torch.bfloat16):
-                    kind = str(weight.dtype).removeprefix("torch.")
-                    raise HapError(
-                        f"{name} is in {kind}, too coarse for second derivatives; call model.float() first, or use "
-                        'JointTrace("gauss-newton")'
-                    )
+            if coarse := [n for n, w in joint.weights.items() if w.dtype in (torch.float16, torch.bfloat16)]:
+                kind = str(joint.weights[coarse[0]].dtype).removeprefix("torch.")
+                raise HapError(
+                    f"{coarse[0]} is in {kind}, too coarse for second derivatives; call model.float() first, or use "
+                    'JointTrace("gauss-newton")'
+                )
             how = HessianTrace("hutchinson", self.probes, chunk=1, seed=self.seed, deflate=self.deflate)
-            return hutchinson(joint, how, equation_6_jointly)
-        squares = _drawn_squares(joint, _input_axes(problem), self.draws, self.seed)
-        values = equation_6_jointly(joint, lambda g, p: fold(g, p, squares[p.weight, p.dim]))
+            return hutchinson(joint, how)
+        inner = {p.weight: 1 - p.dim for group in problem.groups.values() for p in group.producers}
+        inner |= {weight: dim for group in problem.groups.values() for weight, dim in group.consumers}
+        squares = _drawn_squares(joint, inner, self.draws, self.seed)
+        each = range(self.draws)
+        values = equation_6(joint, lambda g, p: fold(g, p, torch.stack([squares[p.weight, p.dim, d] for d in each])))
         check_finite_scores(values, "a squared gradient")
         return Scores({n: v.mean(0) for n, v in values.items()}, about={"method": self.method, "draws": self.draws})
 
 
-def _input_axes(problem: ScoringContext) -> dict[str, int]:
-    """Which axis of each matrix its layer reads with: the one across from that of the units it computes."""
-    axes: dict[str, int] = {}
-    for group in problem.groups.values():
-        axes |= {p.weight: 1 - p.dim for p in group.producers} | dict(group.consumers)
-    return axes
-
-
 def _drawn_squares(
     problem: ScoringContext, inner: dict[str, int], draws: int, seed: int
-) -> dict[tuple[str, int], Tensor]:
-    """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every draw and index p of an axis of a
-    weight: (draws, length). `inner` is the axis that a weight's layer reads with."""
+) -> dict[tuple[str, int, int], Tensor]:
+    """Unbiased estimates of trace(J_p^T B J_p), B of the mean cross-entropy, for every index p of an axis, by weight,
+    axis and draw. `inner` is the axis that a weight's layer reads with, across from that of the units it computes."""
     generator = torch.Generator(problem.device).manual_seed(seed)
-    totals = {
-        (name, dim): weight.new_zeros(draws, weight.shape[dim], dtype=torch.float64)
-        for name, weight in problem.weights.items()
-        for dim in (0, 1)
-    }
-    for batch, share in zip(problem.batches, problem.shares(), strict=True):
+
+    def squares(batch: Batch, share: float) -> Iterator[dict[tuple[str, int, int], Tensor]]:
         output, loss, calls = run_recorded(problem, batch, problem.weights, INSTEAD)
         logits = _logits(output, loss, batch)
         q = logits.detach().double().softmax(-1)
@@ -160,17 +133,17 @@ def _drawn_squares(
                 x = calls[name][0].detach()
                 _check_matrix(name, tuple(weight.shape), inner[name], x, gradient, len(logits))
                 each = x.flatten(1, -2).mT @ gradient.flatten(1, -2)  # a sample's gradient: (inputs, outputs)
-                squares = each.to(torch.promote_types(each.dtype, torch.float32)).square_().sum(0, dtype=torch.float64)
-                totals[name, inner[name]][draw] += share / len(logits) * squares.sum(1)
-                totals[name, 1 - inner[name]][draw] += share / len(logits) * squares.sum(0)
-    distributed.sum_(totals.values())
-    return totals
+                wide = each.to(torch.promote_types(each.dtype, torch.float32))
+                total = wide.square_().sum(0, dtype=torch.float64)
+                axes = {inner[name]: total.sum(1), 1 - inner[name]: total.sum(0)}
+                yield {(name, axis, draw): share / len(logits) * values for axis, values in axes.items()}
+
+    return problem.sum_over_batches(squares)
 
 
 def _logits(output: Any, loss: Tensor, batch: Batch) -> Tensor:
     """The model's outputs, one vector per sample, if the loss is their cross-entropy."""
-    logits = getattr(output, "logits", output)
-    target = batch[1]
+    logits, target = getattr(output, "logits", output), batch[1]
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(target, Tensor):
         raise HapError(f"the output is not one vector per sample; {INSTEAD}")
     slope = torch.autograd.grad(loss, logits, retain_graph=True, materialize_grads=True)[0].double()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments, call_with, copied
-from hap.execution.module_hooks import hooked
+from hap.execution.calling import hooked
 from hap.scoring.base import Batch, ScoringContext, as_hap_error, samples
 
 Calls = dict[str, list[Tensor]]
@@ -27,6 +26,12 @@ BATCH_FIRST = (
 def is_per_sample(value: Any, count: int) -> bool:
     """Whether this has one index for each of so many samples on its first axis."""
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+
+
+def samples_of(batch: Batch, part: slice) -> Batch:
+    """Some samples of a batch, with what all of them share."""
+    x, y = pytree.tree_map(lambda t: t[part] if is_per_sample(t, samples(batch)) else t, tuple(batch))
+    return x, y
 
 
 def check_steady(batches: Iterable[Batch]) -> None:
@@ -67,12 +72,8 @@ def check_alone(batch: Batch, whole: Mapping[str, Tensor], alone: Mapping[str, T
 
 def last_alone(problem: ScoringContext, batch: Batch) -> Any:
     """The model's output on the last sample of a batch by itself, without a graph."""
-    count = samples(batch)
-    alone = pytree.tree_map(lambda t: t[-1:] if is_per_sample(t, count) else t, batch[0])
-    args, kwargs = copied(call_arguments(alone))
-    failure = as_hap_error("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}")
-    with failure, torch.no_grad():
-        return call_with(problem.model, {}, args, kwargs)
+    with as_hap_error("the model fails on the last sample of a batch by itself", f". {BATCH_FIRST}"):
+        return problem.call({}, samples_of(batch, slice(-1, None))[0])
 
 
 def run_recorded(

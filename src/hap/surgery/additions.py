@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hap.groups.types import ConvGeometry
 from hap.implants import ImplantModule
-from hap.planning.plan import Plan
-from hap.planning.steps import ImplantStep, InputSelectionStep, OutputScatterStep
+from hap.planning.plan import ImplantStep, InputSelectionStep, OutputScatterStep, Plan
 
 
 def has_additions(model: nn.Module) -> bool:
@@ -59,37 +58,37 @@ def _with_implant(module: Any, args: Any, output: Tensor) -> Tensor:
 # ---- zeros behind a module ----------------------------------------------------------------------------------
 
 
-def _runs(index: tuple[int, ...], width: int) -> list[tuple[int, bool]]:
-    """Runs of indices below `width` that are all in `index`, or all not: how long, and which of the two.
+class _Indices(nn.Module):
+    """Some indices of an axis of length `width`, and `runs` of those that are all among them, or all not: how long, and
+    which of the two. Heads stand along the last axis, where copying runs takes a fraction of the time of copying one
+    by one."""
 
-    Heads stand along the last axis, where copying runs of them takes a fraction of the time of copying one by one.
-    """
-    inside = set(index)
-    return [(len(list(run)), own) for own, run in itertools.groupby(range(width), lambda i: i in inside)]
+    index: Tensor
 
-
-class Scatter(nn.Module):
-    """Places the channels of a narrow branch among those of a wider stream and leaves zeros elsewhere."""
-
-    def __init__(self, widen: OutputScatterStep, device: torch.device):
+    def __init__(self, index: tuple[int, ...], width: int, dim: int, device: torch.device):
         super().__init__()
-        self.width, self.dim, self.runs = widen.width, widen.dim, _runs(widen.index, widen.width)
-        self.register_buffer("index", torch.tensor(widen.index, dtype=torch.int64, device=device), persistent=False)
+        self.width, self.dim, inside = width, dim, set(index)
+        self.runs = [(len(list(run)), own) for own, run in itertools.groupby(range(width), inside.__contains__)]
+        self.register_buffer("index", torch.tensor(index, dtype=torch.int64, device=device), persistent=False)
+
+
+class Scatter(_Indices):
+    """Places the channels of a narrow branch among those of a wider stream and leaves zeros elsewhere."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dim == -1:
             mine = iter(x.split([size for size, own in self.runs if own], -1))
             return torch.cat([next(mine) if own else x.new_zeros(*x.shape[:-1], size) for size, own in self.runs], -1)
         wide = x.new_zeros(*x.shape[: self.dim], self.width, *x.shape[self.dim + 1 :])
-        return wide.index_copy(self.dim, self.index, x)  # type: ignore[arg-type]
+        return wide.index_copy(self.dim, self.index, x)
 
     def extra_repr(self) -> str:
-        return f"{len(self.index)} -> {self.width}"  # type: ignore[arg-type]
+        return f"{len(self.index)} -> {self.width}"
 
 
 def attach_output_scatter(modules: Mapping[str, nn.Module], widen: OutputScatterStep) -> None:
     module = modules[widen.module]
-    module.add_module("stream", Scatter(widen, _device(module)))
+    module.add_module("stream", Scatter(widen.index, widen.width, widen.dim, _device(module)))
     if widen.inside is None:
         module.register_forward_hook(_scattered)
     else:
@@ -103,19 +102,16 @@ def _scattered(module: Any, args: Any, output: Tensor) -> Tensor:
 # ---- parts of what a module is called with ------------------------------------------------------------------
 
 
-class Select(nn.Module):
+class Select(_Indices):
     """Picks some indices along an axis of a tensor that a module is called with."""
 
-    def __init__(self, narrow: InputSelectionStep, device: torch.device):
-        super().__init__()
-        self.argument, self.dim, self.runs = narrow.argument, narrow.dim, _runs(narrow.index, narrow.size)
-        self.register_buffer("index", torch.tensor(narrow.index, device=device), persistent=False)
+    argument: int | str
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dim == -1:
             pieces = x.split([size for size, _ in self.runs], -1)
             return torch.cat([piece for piece, (_, own) in zip(pieces, self.runs, strict=True) if own], -1)
-        return x.index_select(self.dim, self.index)  # type: ignore[arg-type]
+        return x.index_select(self.dim, self.index)
 
 
 def attach_input_selection(modules: Mapping[str, nn.Module], narrow: InputSelectionStep) -> None:
@@ -128,7 +124,8 @@ def attach_input_selection(modules: Mapping[str, nn.Module], narrow: InputSelect
             module.register_forward_hook(_given_back)
         else:
             _spread_inside(modules[narrow.inside], narrow.module.removeprefix(f"{narrow.inside}."))
-    module.parts.append(Select(narrow, _device(module)))
+    module.parts.append(part := Select(narrow.index, narrow.size, narrow.dim, _device(module)))
+    part.argument = narrow.argument
 
 
 def _selected(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -161,10 +158,8 @@ def _given_back(module: Any, args: Any, output: Any) -> Any:
 
 
 def _spread_inside(module: nn.Module, layer: str) -> None:
-    """Let a module's forward find zeros in place of what this layer of it, by its name there, lost or does not read.
-
-    The module becomes one of a subclass, in which such a call takes and returns as many columns as ever.
-    """
+    """Let a module's forward find zeros in place of what this layer of it, by its name there, lost or does not read. It
+    becomes one of a subclass, in which such a call takes and returns as many columns as ever."""
     layers = vars(module).setdefault("spread_layers", [])
     if not layers:
         module.__class__ = _spreading(type(module))

@@ -10,14 +10,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from hap.execution.calling import forgetting_caches
 from hap.implants import ImplantModule
-from hap.planning.plan import Plan
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut, Plan
 from hap.surgery.additions import attach_implant, attach_input_selection, attach_output_scatter, build_implants
 from hap.surgery.multihead_attention import FewerHeads
 from hap.utils.module_tree import named_tensors
-
-LARGE, FEW = 1 << 20, 16
-"""A matrix with as many elements is cut so many rows at a time."""
 
 
 def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
@@ -29,27 +25,11 @@ def rebuild_(model: nn.Module, plan: Plan) -> nn.Module:
 
 def cut_tensors(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> dict[str, Tensor]:
     """What the plan leaves of the tensors that it cuts, or of those with these names."""
-    tensors = named_tensors(model)
-    cuts: dict[str, list[Cut]] = {}
+    tensors, shorter = named_tensors(model), dict[str, Tensor]()
     for cut in plan.cuts:
         if names is None or cut.name in names:
-            cuts.setdefault(cut.name, []).append(cut)
-    with torch.no_grad():
-        return {name: _cut(tensors[name].detach(), some) for name, some in cuts.items()}
-
-
-def _cut(tensor: Tensor, cuts: list[Cut]) -> Tensor:
-    """What several cuts leave. Of a large matrix a few rows at a time, so that what the first cut leaves of it is never
-    written out whole: memory that is new to a process takes longer to get than to fill."""
-    if {cut.dim for cut in cuts} == {0, 1} and tensor.numel() >= LARGE and tensor.is_contiguous():
-        rows, columns = (_index(cut, tensor) for cut in sorted(cuts, key=lambda cut: cut.dim))
-        shorter = tensor.new_empty(len(rows), len(columns), *tensor.shape[2:])
-        for some, place in zip(rows.split(FEW), shorter.split(FEW), strict=True):
-            torch.index_select(tensor.index_select(0, some), 1, columns, out=place)
-        return shorter
-    for cut in cuts:
-        tensor = shortened(tensor, cut)
-    return tensor
+            shorter[cut.name] = shortened(shorter.get(cut.name, tensors[cut.name].detach()), cut)
+    return shorter
 
 
 def carry_out_(model: nn.Module, plan: Plan, implants: dict[str, ImplantModule], shorter: dict[str, Tensor]) -> None:
@@ -122,17 +102,11 @@ def _replace_data(tensor: Tensor, shorter: Tensor) -> None:
 
 
 def shortened(tensor: Tensor, cut: Cut) -> Tensor:
-    return tensor.index_select(cut.dim, _index(cut, tensor)).contiguous(memory_format=_format(tensor))
-
-
-def _index(cut: Cut, tensor: Tensor) -> Tensor:
-    return torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
-
-
-def _format(tensor: Tensor) -> torch.memory_format:
-    if tensor.is_contiguous() or tensor.ndim != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
-        return torch.contiguous_format
-    return torch.channels_last
+    """What a cut leaves of a tensor, which stays channels-last if it is nothing else."""
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    index = torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
+    layout = torch.channels_last if last else torch.contiguous_format
+    return tensor.index_select(cut.dim, index).contiguous(memory_format=layout)
 
 
 # ---- attributes follow the tensors --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import difference, in_float64, is_float32, output_tensors
+from hap.execution.model_outputs import difference, in_float64, is_float32, output_tensors
 from hap.groups.types import HeadSlice, HeadSpace
 
 CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-6}
@@ -17,10 +17,8 @@ CLOSE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.f
 
 @contextmanager
 def rotated(model: nn.Module, spaces: Sequence[HeadSpace], example: Any = None) -> Iterator[None]:
-    """Rotate these heads in place, for good unless something inside raises.
-
-    With an `example`, HapError if the model then returns anything else.
-    """
+    """Rotate these heads in place, for good unless something inside raises. With an `example`, HapError if the model
+    then returns anything else."""
     if spaces and example is not None:
         problem = rotation_changes(model, spaces, example)
         if problem and is_float32(model):  # by rounding? Float64 tells.
@@ -46,10 +44,8 @@ def restored_on_failure(model: nn.Module, before: Mapping[str, Tensor]) -> Itera
 def rotation_changes(
     model: nn.Module, spaces: Sequence[HeadSpace], example: Any, wanted: list[Any] | None = None
 ) -> str | None:
-    """What rotating these heads changes in the outputs, in words. The model is left as it was.
-
-    `wanted` are its outputs, where they are known.
-    """
+    """What rotating these heads changes in the outputs (`wanted`, where they are known), in words. The model is left as
+    it was."""
     wanted = output_tensors(model, example) if wanted is None else wanted
     before = rotate_(model, spaces)
     try:
@@ -60,10 +56,8 @@ def rotation_changes(
 
 @torch.no_grad()
 def rotate_(model: nn.Module, spaces: Sequence[HeadSpace]) -> dict[str, Tensor]:
-    """Write the factors of each product by singular values, the largest first; returns what the tensors were.
-
-    HapError where a weight is not finite; the model is then as it was.
-    """
+    """Write the factors of each product by singular values, the largest first; returns what the tensors were. HapError
+    where a weight is not finite; the model is then as it was."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     parts = [part for s in spaces for part in (*s.left, *s.right)]
     before = values_of(model, {name for part in parts for name, _ in part.axes})
@@ -90,10 +84,8 @@ def restore_(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def balanced_factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """L and R with the same L R^T, their columns the singular vectors of it times the roots of the singular values.
-
-    Both are (something, width), so the product itself, as large as a layer, is never made.
-    """
+    """L and R with the same L R^T, their columns its singular vectors times the roots of the singular values. Both are
+    (something, width), so the product itself, as large as a layer, is never made."""
     (q, a), (p, b) = torch.linalg.qr(left), torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(a @ b.mT)
     rank = len(s)

@@ -8,22 +8,26 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from hap.errors import HapError
+from hap.graph.nodes import is_pointwise, schema_name, short_name
 from hap.groups.components import occurring
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import heads
-from hap.groups.types import (
-    Group,
-    Ints,
-    Producer,
-    Rewiring,
-    SizeAttribute,
-    TracedCosts,
-    Traits,
-)
+from hap.groups.types import Frozen, Group, Ints, Producer, Rewiring, SizeAttribute, TracedCosts, Traits
+from hap.groups.unprunable_summary import layer_of
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, same_along
-from hap.tracing.unprunable import ASKED, STREAM, find_untouched
+from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, long_axes, varying_axes
+from hap.tracing.rules.registry import NO_RULE, RULES
+from hap.tracing.rules.structural import structural
+from hap.tracing.training_branches import ALONE
 from hap.tracing.zero_padding import pad_with_zeros
+
+OUTPUT = "an output of the model"
+STREAM = "the residual stream; ask for it with stream=True"
+ASKED = "left alone as asked"
+EXPECTED = frozenset((OUTPUT, STREAM, ASKED, ALONE))
+"""Why something stays that nobody expects to go."""
+NEVER_CUT = "meets something that is never cut"
+NOT_KNOWN = "uses a weight in a way that is not understood"
 
 
 class GroupsBuilder:
@@ -44,8 +48,8 @@ class GroupsBuilder:
         costs, norms, flow = context.costs, context.norms, context.flow
         uses = Counter(term.weight for term in costs.weights)
         shared = next((w for w, n in uses.items() if n > 1), None)
-        whole = [x for x, dims in flow.seen_whole if _one_of_several(root[x], dims)]
-        untouched = find_untouched(context.index, store, norms if not self.stream else None, axes)
+        whole = [x for x, dims in flow.seen_whole if (varying := varying_axes(root[x])) and varying.isdisjoint(dims)]
+        untouched = _untouched(context, axes, self.stream)
         groups = Groups(
             coupling=self.coupling,
             groups=_group_units(store, axes, feeds),
@@ -87,14 +91,10 @@ class GroupsBuilder:
         return self.build() if len(unable) else groups
 
     def settle(self, ignore: Sequence[str]) -> Groups:
-        """The groups without those to `ignore` and, unless it was asked for, without the residual stream.
-
-        Without what is averaged over and also reshaped by size too: values change with an average, so that no run could
-        tell whether the sizes are right.
-        """
+        """The groups without those to `ignore` and, unless it was asked for, without the residual stream."""
         groups, norms = self.build(), self.context.norms
         doubtful = np.intersect1d(self.root[concatenated(norms.averaged)], self.sized_classes())
-        if len(doubtful):
+        if len(doubtful):  # values change with an average
             self.store.hold(doubtful, "an average over channels", "they are reshaped too, and no run could tell how")
             groups = self.build()
         stream = norms.stream(self.root)
@@ -127,14 +127,13 @@ class GroupsBuilder:
         return self.root[labels.numpy()] if isinstance(labels, Tensor) else None
 
     def counting_attributes(self) -> list[SizeAttribute]:
-        """Integers of modules that equal the length of an axis of something reshaped there, such as `num_heads`.
-
-        Or of one part of something split there, by sizes in a tuple.
-        """
+        """Integers of modules that equal the length of an axis of what is reshaped or split there, like `num_heads`."""
         found: dict[tuple[str, str, int], dict[bytes, Ints]] = {}
         modules = self.context.index.modules
-        for it in (x for x in self.store.reshaped if x.labels.numel() and x.module in modules):
-            for classes in _counted_axes(self.root[it.labels.numpy()]):
+        for it in (x for x in self.store.rectangular if x.labels.numel() and x.module in modules):
+            grid = self.root[it.labels.numpy()]
+            if len(varying := [*varying_axes(grid)]) == 1:
+                classes = np.moveaxis(grid, varying[0], 0).reshape(grid.shape[varying[0]], -1)[:, 0].copy()
                 for attribute, entry in _integers(modules[it.module], len(classes), it.part):
                     found.setdefault((it.module, attribute, entry), {})[classes.tobytes()] = classes
         return [
@@ -149,34 +148,19 @@ class GroupsBuilder:
 
     def sliced_classes(self) -> Ints:
         """Classes of tensors that are sliced along an axis that is cut. An end beyond what is left raises nothing."""
-        cut = [labels for labels, dim in self.context.wiring.sliced if not same_along(self.root[labels], [dim])]
+        cut = [labels for labels, dim in self.context.wiring.sliced if dim in varying_axes(self.root[labels])]
         return np.array(_removable(self.root, cut), np.int64)
 
 
-def _counted_axes(grid: Ints) -> Iterator[Ints]:
-    """The classes along axes at each index of which there is one, and not the same one at all."""
-    for dim, size in enumerate(grid.shape):
-        if size > 1 and same_along(grid, [d for d in range(grid.ndim) if d != dim]) and not same_along(grid, [dim]):
-            yield np.moveaxis(grid, dim, 0).reshape(size, -1)[:, 0].copy()
-
-
 def _integers(module: nn.Module, size: int, part: int | None) -> Iterator[tuple[str, int]]:
-    """The attributes of a module, and the entries in tuples among them, that equal a size.
-
-    Of a tensor that is split, entry i of a tuple counts `part` i. `nn.MultiheadAttention` has a way of its own with
-    fewer heads.
-    """
+    """The attributes of a module, and the entries in tuples among them, that equal a size: that of `part` i of a tensor
+    that is split is in entry i. `nn.MultiheadAttention` has a way of its own with fewer heads."""
     own = {"num_heads": module.num_heads} if isinstance(module, nn.MultiheadAttention) else vars(module)
     for attribute, value in own.items():
         several = isinstance(value, tuple | list)
         for entry, number in enumerate(value if several else [value]):
             if type(number) is int and number == size and (part in (None, entry) or not several):
                 yield attribute, entry
-
-
-def _one_of_several(grid: Ints, dims: list[int]) -> bool:
-    """Whether the entries are the same all along these axes, and not along all."""
-    return same_along(grid, dims) and not same_along(grid, list(range(grid.ndim)))
 
 
 def _removable(root: Ints, labels: Iterable[Ints]) -> list[int]:
@@ -213,3 +197,51 @@ def _group_units(store: LabelStore, axes: dict[tuple[str, int], Ints], feeds: In
             raise HapError(f"{key[0]} is taken to compute units along two of its axes, which is an error of HAP")
         groups[name] = Group(name, classes, tuple(producers[g]), tuple(consumers[g]))
     return groups
+
+
+# ---- what stays whole that a user would expect to shrink -------------------------------------------------------------
+
+
+def _untouched(context: RuleContext, axes: dict[tuple[str, int], Ints], stream: bool) -> dict[str, Frozen]:
+    """The parameters that no class of `axes` cuts though one could expect it, each with a reason.
+
+    Not expected are what a model gives out, the residual `stream` unless it was asked for, what is left alone as asked,
+    and what training alone runs. All that is frozen is one class, so labels are joined once more without that class.
+    """
+    index, store = context.index, context.store
+    root = store.bonded()
+    reason = np.full(len(root), len(store.causes))
+    for number, (labels, _) in enumerate(store.causes):
+        reason[root[labels]] = np.minimum(reason[root[labels]], number)
+    expected = occurring(len(root), (root[labels] for labels, cause in store.causes if cause.why in EXPECTED))
+    expected[0] = True
+    if not stream:
+        expected[context.norms.stream(root)] = True
+    cut = {name for (name, _), classes in axes.items() if classes.any()}
+    readers: dict[str, list[fx.Node]] = {}
+    for node, name in index.parameters.items():
+        readers.setdefault(name, []).extend(node.users)
+    found = {}
+    for name in sorted(n for n in index.trainable - cut if readers.get(n)):
+        dims = long_axes(index.shapes[name])
+        seen = [(name, d) for d in dims if (name, d) in store.axes and store.axes[name, d].any()]
+        stays = {key: x[~expected[x]] for key in seen if not expected[x := root[store.axes[key]]].all()}
+        first = reason[concatenated([*stays.values()])].min(initial=len(store.causes))
+        if first < len(store.causes):
+            found[name] = store.causes[first][1]
+        elif any(store.roles[key] == "out" for key in stays):
+            found[name] = Frozen(layer_of(name), NEVER_CUT)
+        elif dims and not seen and all(store.roles.get((name, d), "free") == "free" for d in dims):
+            found[name] = _unknown_use(readers[name])
+    return found
+
+
+def _unknown_use(readers: list[fx.Node]) -> Frozen:
+    """The first operator that computes with a weight, which may be moved before, and has no rule; or else the first."""
+    computing = []
+    for node in readers:
+        while RULES.get(schema_name(node)) is structural and node.users:
+            node = next(iter(node.users))
+        computing.append(node)
+    unknown = [n for n in computing if schema_name(n) not in RULES and not is_pointwise(n)]
+    return Frozen(short_name((unknown or computing)[0]), NO_RULE if unknown else NOT_KNOWN)

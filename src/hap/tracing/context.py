@@ -3,6 +3,7 @@
 What rules find out beside labels is kept by subject: costs, norms, wiring, and which layer feeds what.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +13,12 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from hap.graph.index import GraphIndex
+from hap.graph.index import GraphIndex, TableUse
 from hap.graph.nodes import shape_of, short_name
 from hap.graph.operator_families import Trait, having
-from hap.graph.shared_tables import TableUse
 from hap.groups.components import distinct
 from hap.groups.types import ActivationMacs, ConvGeometry, InputSelection, Ints, SizeAttribute, WeightMacs
-from hap.tracing.labels import LabelStore, Reshaped, Undecided, concatenated, long_axes, varies
+from hap.tracing.labels import LabelStore, RectangularTensor, Undecided, concatenated, long_axes, varies
 from hap.tracing.weight_views import View, find_views
 
 ADDING = having(Trait.ADDS)
@@ -26,11 +26,8 @@ ADDING = having(Trait.ADDS)
 
 @dataclass
 class CostFindings:
-    """Multiply-adds: of weights, of activations with each other, and those that nothing changes.
-
-    `uncounted` are operators that may be matrix products; `direct` are weights of layers that use them as they are;
-    `geometries` are those of two-dimensional convolutions; `curved` is the first operator that is not piecewise linear.
-    """
+    """What becomes `TracedCosts`; `direct` are weights of layers that use them as they are, `curved` is the first
+    operator that is not piecewise linear."""
 
     weights: list[WeightMacs] = field(default_factory=list)
     activations: list[ActivationMacs] = field(default_factory=list)
@@ -43,10 +40,8 @@ class CostFindings:
 
 @dataclass
 class NormFindings:
-    """Labels that are `spanned` by a norm or average, those of them under a real norm or mean, and `summed` branches.
-
-    `scales` are the weights of batch normalisations.
-    """
+    """Weights of batch normalisations, labels that are `spanned` by a norm or average, those of them under a real norm
+    or mean, and sums of branches."""
 
     scales: list[str] = field(default_factory=list)
     spanned: list[Ints] = field(default_factory=list)
@@ -56,8 +51,7 @@ class NormFindings:
 
     def stream(self, root: Ints) -> Ints:
         """The classes of what branches add up to and a norm averages over."""
-        found = np.intersect1d(root[concatenated(self.summed)], root[concatenated(self.normed)])
-        return np.setdiff1d(found, [0])
+        return np.setdiff1d(np.intersect1d(root[concatenated(self.summed)], root[concatenated(self.normed)]), [0])
 
 
 @dataclass
@@ -77,11 +71,10 @@ class WiringFindings:
 class Dataflow:
     """Which layers feed which operators, and where what they compute is multiplied, as in attention.
 
-    `layers` multiply by weights, and `written` counts the values that they compute. `sources` are the layers, tables
-    and sums of branches that a result is computed from, with none of these in between. `products` says of results, as
-    far as these go, whether they are computed from a product of what layers compute. `operands` are labels that enter
-    such a product, or leave a layer that reads one, as attention's output layer does; `seen_whole` tensors with the
-    axes along which a product sees all of each thing, such as of a head.
+    `layers` multiply by weights; `written` are the values that they write. `sources` are the layers, tables and sums of
+    branches that a result is computed from; `products` says whether it is computed from a product of two layers'
+    results. `operands` are the labels that enter such a product, and those of layers that read one, as attention's
+    output layer does. `seen_whole` are labels of factors, with the axes that hold all of one head.
     """
 
     layers: set[fx.Node] = field(default_factory=set)
@@ -116,17 +109,12 @@ class Dataflow:
 class RuleContext:
     """What a rule works with: `rule(context, node)` returns the labels of the node's result.
 
-    Ask: `labels(node)`, `entering(node)`, `weight_view(node)`, `parameter(node)`, `module(node)`.
-    Label a weight: `tie_inputs` what it reads, `outputs` what it computes, `tie_bias`, `axis`, `tie`, `fresh`.
-    Decide: `join` labels that share one fate, `freeze` labels that stay, `hold` those that stay as many as they are.
-    Note what it costs: `contraction`, `activation_product`.
-    Note what the checks have to know: `spans`, `sized`, `reshaped`.
-
-    What single rules find out goes into `costs`, `norms`, `wiring` and `flow`.
+    docs/extending.md lists what a rule may call. What single rules find out goes into `costs`, `norms`, `wiring` and
+    `flow`.
     """
 
-    def __init__(self, index: GraphIndex, store: LabelStore | None = None):
-        self.index = index
+    def __init__(self, index: GraphIndex, store: LabelStore | None, rule: Callable[..., Any]):
+        self.index, self.rule = index, rule
         self.store = store = store or LabelStore(index.shapes, index.trainable)
         self.fresh, self.axis, self.tie = store.fresh, store.axis, store.tie
         self.join, self.freeze, self.hold = store.join, store.freeze, store.hold
@@ -144,12 +132,18 @@ class RuleContext:
         if node in self.index.parameters:
             return self.store.of_parameter(self.index.parameters[node])
         use = self.index.table_uses.get((node, self.reader)) if self.reader is not None else None
-        return self._entered(node, use) if node in self.index.tables else self.values[node]
+        return self._entered(node, use) if node in self.index.tables else self.result(node)
+
+    def result(self, node: fx.Node) -> Any:
+        """The labels of a node's result, or a list of them. A view of a weight has some if it is used otherwise too."""
+        if node in self.views and node not in self.values:
+            self.values[node] = self.rule(self, node)
+        return self.values[node]
 
     def _entered(self, table: fx.Node, use: TableUse | None) -> Tensor:
         """The labels of a table inside a module that picks its own part of it along the one axis where it varies."""
         if (table, use) not in self.entered:
-            labels = self.values[table]
+            labels = self.result(table)
             long = long_axes(labels.shape)
             if len(long) == 1 and varies(labels):
                 self.freeze(labels, table.name, "shared by several modules, each of which picks its own part")
@@ -164,8 +158,12 @@ class RuleContext:
 
     def entering(self, node: fx.Node) -> list[Tensor]:
         """The labels of all tensors that enter a node."""
-        known = [a for a in node.all_input_nodes if a in self.index.parameters or a in self.values]
-        return [x for x in pytree.tree_leaves([self.labels(a) for a in known]) if isinstance(x, Tensor)]
+        return [x for x in pytree.tree_leaves([self.labels(a) for a in self.labelled(node)]) if isinstance(x, Tensor)]
+
+    def labelled(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that enter a node and have labels."""
+        known = (self.index.parameters, self.values, self.views)
+        return [a for a in node.all_input_nodes if any(a in some for some in known)]
 
     def weight_view(self, node: Any) -> View | None:
         """What a layer's weight is made from, also transposed or in part; None if it is an activation."""
@@ -198,12 +196,13 @@ class RuleContext:
                 self.tie(name, 0, labels, "free")
 
     def lacks_axes(self, labels: Tensor, operand: Tensor, dims: list[int]) -> None:
-        """An operand varies along `dims` alone: it follows, unless whole indices of the other axes go."""
+        """Labels of an operand vary along `dims` alone. They are joined with `labels`, unless units only go from the
+        other axes: a table of positions stays as it is where whole heads go."""
         self.store.partial.append(Undecided(labels.numpy(), operand.numpy(), dims))
 
-    def reshaped(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
-        """The node's module gives a tensor this shape: it stays rectangular, and attributes may count its axes."""
-        self.store.reshaped.append(Reshaped(self.module(node), labels, part))
+    def keep_rectangular(self, node: fx.Node, labels: Tensor, part: int | None = None) -> None:
+        """Units of this tensor go along one axis only, and attributes of the node's module may count that axis."""
+        self.store.rectangular.append(RectangularTensor(self.module(node), labels, part))
 
     # ---- what it costs --------------------------------------------------------------------------------------
 

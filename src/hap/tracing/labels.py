@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hap.groups.components import distinct, merged, occurring
+from hap.groups.components import components, distinct, occurring
 from hap.groups.types import Frozen, Ints, OutputScatter
 
 
 @dataclass(frozen=True)
 class Undecided:
-    """What becomes of `others` depends on whether `labels` come to differ along axes `dims`: see `_partial` and
-    `_constant`."""
+    """What becomes of `others` depends on whether `labels` come to differ along axes `dims`."""
 
     labels: Ints
     others: Ints
@@ -26,7 +25,7 @@ class Undecided:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class RectangularTensor:
     """A tensor that `module` reshapes; `part` is its number where a tensor is split."""
 
     module: str
@@ -39,10 +38,10 @@ class LabelStore:
 
     Labels are the integers below `count`; label 0 is never removed. `axes` has the labels of parameter axes and `roles`
     says what a weight does along each: "out" computes units, "in" reads them, "free" goes along. `bonds` are pairs of
-    labels with one fate, as two rows, and `joined` what those before came to: see `bonded`. `zeros` share the fate of
-    label 0. `causes` are labels that are frozen and `held` labels that stay as many as they are, both with the reason.
-    `streams` join branches in `union` coupling. Operands that are `partial`, `constant` positions and tensors that are
-    `reshaped` are decided on when all else is known: see `classes_of_labels`.
+    labels with one fate, as two rows. `zeros` share the fate of label 0. `causes` are labels that are frozen and `held`
+    labels that stay as many as they are, both with the reason. `streams` join branches in `union` coupling. Operands
+    that are `partial`, `constant` positions and tensors that stay `rectangular` are decided on when all else is known:
+    see `classes_of_labels`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], trainable: frozenset[str]):
@@ -50,7 +49,6 @@ class LabelStore:
         self.count = 1
         self.axes: dict[tuple[str, int], Ints] = {}
         self.roles: dict[tuple[str, int], str] = {}
-        self.joined: Ints = np.arange(1)
         self.bonds: list[Ints] = []
         self.zeros: list[Ints] = []
         self.causes: list[tuple[Ints, Frozen]] = []
@@ -58,7 +56,7 @@ class LabelStore:
         self.streams: list[OutputScatter] = []
         self.partial: list[Undecided] = []
         self.constant: list[Undecided] = []
-        self.reshaped: list[Reshaped] = []
+        self.rectangular: list[RectangularTensor] = []
 
     def fresh(self, count: int) -> Ints:
         """So many labels that nothing has yet."""
@@ -107,10 +105,8 @@ class LabelStore:
         self.held.append((distinct(labels), Frozen(what, why)))
 
     def of_parameter(self, name: str, looked_up: int | None = None) -> Tensor:
-        """A vector (up to axes of length 1, or one that is `looked_up` along) has labels of its own.
-
-        A matrix that is used freely is not cut at all.
-        """
+        """A vector (up to axes of length 1, or one that is `looked_up` along) has labels of its own; a matrix that is
+        used freely is not cut at all."""
         shape = self.shapes[name]
         long = long_axes(shape)
         if len(own := [d for d in long if d != looked_up]) == 1:
@@ -121,10 +117,7 @@ class LabelStore:
 
     def bonded(self) -> Ints:
         """For each label the smallest one that shares its fate, whether or not they are frozen."""
-        known = np.append(self.joined, np.arange(len(self.joined), self.count))
-        self.joined = merged(known, *np.concatenate([np.zeros((2, 0), np.int64), *self.bonds], axis=1))
-        self.bonds = []
-        return self.joined
+        return components(self.count, *np.concatenate([np.zeros((2, 0), np.int64), *self.bonds], axis=1))
 
     def computed(self) -> list[Ints]:
         """The labels that layers compute."""
@@ -166,13 +159,13 @@ def classes_of_labels(store: LabelStore) -> Ints:
 
 
 def _partial(store: LabelStore, root: Ints) -> bool:
-    """Decide on operands that have some of the axes alone along which labels vary; True if that joined anything.
+    """Decide on operands that know some axes alone; True if that joined anything.
 
     A rotary table has a value for each position in a head but knows no heads. Where whole heads go it has no say,
     and is not cut itself; where single positions could go, it would have to follow.
     """
     for it in store.partial:
-        whole_go = same_along(root[it.labels], it.dims)
+        whole_go = varying_axes(root[it.labels]).isdisjoint(it.dims)
         left, right = np.broadcast_arrays(np.zeros(1, np.int64) if whole_go else it.labels, it.others)
         if not np.array_equal(root[left], root[right]):
             store.join(left, right)
@@ -181,27 +174,23 @@ def _partial(store: LabelStore, root: Ints) -> bool:
 
 
 def _rectangular(store: LabelStore, root: Ints) -> bool:
-    """Tensors stay rectangular: what goes, goes along one axis. True if that joined anything.
+    """Let units of a reshaped tensor go along one axis only, so that it stays rectangular. True if that joined any.
 
-    Where labels vary along several axes, such as (query, key, value) x width, those along the shortest are joined.
+    Where labels vary along several axes, such as (groups, channels of a group), those along the shortest are joined.
     """
-    joined = False
-    for it in store.reshaped:
-        grid = root[it.labels.numpy()]
-        varying = long_axes(grid.shape)
-        if len(varying) > 1 and not any(same_along(grid, [o for o in varying if o != d]) for d in varying):
-            store.join(grid, grid.take([0], min(varying, key=grid.shape.__getitem__)))
-            joined = True
-    return joined
+    grids = [grid for it in store.rectangular if len(varying_axes(grid := root[it.labels.numpy()])) > 1]
+    for grid in grids:
+        store.join(grid, grid.take([0], min(long_axes(grid.shape), key=grid.shape.__getitem__)))
+    return bool(grids)
 
 
 def _constant(store: LabelStore, root: Ints) -> bool:
-    """Keep what positions that the code names are counted past, along an axis; True if that froze anything.
+    """Freeze the units in front of a position that the code names by a number, such as x[:, 3]; True if it froze any.
 
-    Where all that goes is taken from other axes, such as whole groups of heads with their keys, it need not stay.
+    They need not stay where units go from other axes only, such as whole groups of heads with their keys.
     """
     for it in store.constant:
-        if root[it.others].any() and not same_along(root[it.labels], it.dims):
+        if root[it.others].any() and not varying_axes(root[it.labels]).isdisjoint(it.dims):
             store.freeze(it.others, "index", "a constant position is counted past it")
             return True
     return False
@@ -233,10 +222,9 @@ def compress(labels: Tensor) -> Tensor:
         return labels
     for dim in (d for d, size in enumerate(labels.shape) if size > 1 and labels.stride(d) == 0):
         labels = labels.narrow(dim, 0, 1)
-    for dim in (d for d, size in enumerate(labels.shape) if size > 1):
-        alike = torch.equal(labels.select(dim, 0), labels.select(dim, 1))  # which most often tells
-        if alike and bool((labels == labels.narrow(dim, 0, 1)).all()):
-            labels = labels.narrow(dim, 0, 1)
+    for dim in long_axes(labels.shape):
+        first = labels.narrow(dim, 0, 1)
+        labels = first if bool((labels == first).all()) else labels
     return labels
 
 
@@ -250,9 +238,9 @@ def long_axes(shape: tuple[int, ...]) -> list[int]:
     return [d for d, size in enumerate(shape) if size > 1]
 
 
-def same_along(grid: Ints, dims: list[int]) -> bool:
-    """Whether the entries do not change along these axes."""
-    return all(np.array_equal(grid, np.broadcast_to(grid.take([0], d), grid.shape)) for d in dims)
+def varying_axes(grid: Ints) -> set[int]:
+    """The axes along which the entries change."""
+    return {d for d in long_axes(grid.shape) if (grid != grid.take([0], d)).any()}
 
 
 def concatenated(arrays: list[Ints]) -> Ints:

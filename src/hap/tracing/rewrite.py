@@ -24,8 +24,8 @@ from hap.groups.types import Ints, SizeAttribute
 from hap.tracing.build_groups import GroupsBuilder
 from hap.tracing.context import RuleContext
 from hap.tracing.trace import walk
+from hap.trials.find_unprunable import find_unprunable
 from hap.trials.run_round import Subject
-from hap.trials.search import find_unprunable
 
 LISTING = dict.fromkeys(("_unsafe_view", "expand", "layer_norm", "new_zeros", "reshape", "rms_norm", "view"), 1)
 LISTING |= {"unflatten": 2, "zeros": 0}
@@ -63,9 +63,10 @@ def rewrite(
     the same names, runs in eval mode (dropout and batch statistics are left out) and with the example's batch size.
     """
     program = capture(model, example).program
-    context = walk(RuleContext(GraphIndex(model, program, {})), "joint")
+    context = walk(GraphIndex(model, program, {}), "joint")
     builder = GroupsBuilder(context, "joint", describe(example), stream)
-    sizes = list(_sizes(context))
+    called = [n for n in program.graph.nodes if n.op == "call_function" and n in context.values]
+    sizes = [size for node in called for size in _sizes_of(context, node)]
     graph = _graph(program, sizes)
 
     def sized(found: Groups) -> Groups:
@@ -99,15 +100,8 @@ def _graph(program: torch.export.ExportedProgram, sizes: list[Size]) -> nn.Modul
     return copy.deepcopy(fx.GraphModule(module, graph)).eval()
 
 
-def _sizes(context: RuleContext) -> Iterator[Size]:
-    for node in context.index.program.graph.nodes:
-        if node.op == "call_function" and node not in context.views:
-            context.reader = node
-            yield from _sizes_of(context, node)
-
-
 def _sizes_of(context: RuleContext, node: fx.Node) -> Iterator[Size]:
-    name, result = short_name(node), context.values.get(node)
+    context.reader, name, result = node, short_name(node), context.values[node]
     args: Any = node.args
     if name in LISTING and isinstance(result, Tensor):
         sizes = args[LISTING[name]]

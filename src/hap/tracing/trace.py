@@ -21,15 +21,14 @@ from hap.graph.nodes import ends_branch, is_sum, keeps_zero
 from hap.groups.components import occurring
 from hap.groups.groups import Groups
 from hap.groups.types import OutputScatter, SizeAttribute
-from hap.tracing.build_groups import GroupsBuilder
+from hap.tracing.build_groups import OUTPUT, GroupsBuilder
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import classes_of_labels, zeros
+from hap.tracing.labels import LabelStore, classes_of_labels, zeros
 from hap.tracing.rules.registry import apply
 from hap.tracing.training_branches import ALONE, TrainingOnly, branch_of, training_only, warn_of_idle
-from hap.tracing.unprunable import OUTPUT
+from hap.trials.find_unprunable import find_unprunable
 from hap.trials.repeated_blocks import find_repeats
 from hap.trials.run_round import Subject
-from hap.trials.search import find_unprunable
 from hap.utils.gc_pause import gc_paused
 from hap.verification.informative_values import informative_example
 
@@ -71,7 +70,7 @@ def trace_captured(
 ) -> Groups:
     """Trace a model whose operator graph is already captured. Arguments as in `trace`."""
     index = GraphIndex(model, captured.program, captured.called)
-    context = walk(RuleContext(index), coupling)
+    context = walk(index, coupling)
     branches, unread = training_only(model, example, index.unread())
     if branches is not None:
         walk_training_branches(context, branches, coupling)
@@ -116,16 +115,15 @@ def _warn_of(names: Sequence[str]) -> None:
 # ---- labels go through a graph ------------------------------------------------------------------------------------
 
 
-def walk(context: RuleContext, coupling: str) -> RuleContext:
+def walk(index: GraphIndex, coupling: str, store: LabelStore | None = None) -> RuleContext:
     """Give every result in the graph its labels. In "union" `coupling`, branches lose their own channels."""
-    index = context.index
+    context = RuleContext(index, store, apply)
     anchors = _anchors(index) if coupling == "union" else {}
     for node in index.program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and node not in index.parameters and isinstance(value, Tensor):
             context.values[node] = zeros(value.ndim)
         elif node.op == "call_function" and node not in context.views:  # a layer asks for views when it gets there
-            context.reader = node
             context.values[node] = apply(context, node)
             if node in anchors:
                 context.values[node] = _promote(context, anchors[node], context.values[node])
@@ -136,15 +134,14 @@ def walk(context: RuleContext, coupling: str) -> RuleContext:
 
 
 def walk_training_branches(context: RuleContext, branches: TrainingOnly, coupling: str) -> None:
-    """Cut what runs in training alone with what it reads. What it computes for itself stays.
+    """Cut what runs in training alone with what it reads: labels of both graphs meet in the same parameters.
 
-    Labels go through the graph of training as they went through the other one, and meet in the same parameters. What
-    that graph costs, and what it shows of heads and norms, does not count: the model is evaluated by the other.
+    What it computes for itself stays. What the graph of training costs, and shows of heads and norms, does not count.
     """
     if (captured := branches.captured()) is None:
         return
     store = context.store
-    other = walk(RuleContext(GraphIndex(branches.model, captured.program, captured.called), store), coupling)
+    other = walk(GraphIndex(branches.model, captured.program, captured.called), coupling, store)
     known = {x.module for x in context.wiring.attributes}
     context.wiring.attributes += [x for x in other.wiring.attributes if x.module not in known]
     own = [key for key in store.axes if key[0] in branches.parameters]

@@ -33,8 +33,7 @@ READ = "the model does not run in training without some of it"
 
 @dataclass(frozen=True)
 class TrainingOnly:
-    """What a model runs in training and not in evaluation, on an example. `parameters` are those that it reads, and
-    `shapes` those of what the model returns in training."""
+    """What a model runs in training alone, the `parameters` that this reads, and `shapes` of what is returned then."""
 
     model: nn.Module
     example: Any
@@ -71,8 +70,7 @@ class TrainingOnly:
 def training_only(model: nn.Module, example: Any, unread: Set[str]) -> tuple[TrainingOnly | None, Set[str]]:
     """What the model runs in training that reads some of these parameters, if it does, and those that nothing reads.
 
-    It does run in evaluation, and so a warning says if it does not in training: then there may be something. Of a view
-    of parts, what is in no part never runs.
+    A warning says if it does not run in training. Of a view of parts, what is in no part never runs.
     """
     if isinstance(model, Parts):
         unread = frozenset(n for n in unread if n.startswith(tuple(f"{part}." for part in model.names)))

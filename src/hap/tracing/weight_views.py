@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from hap.graph.index import GraphIndex
-from hap.graph.nodes import arguments, ends_branch, is_pointwise, shape_of, short_name
+from hap.graph.nodes import arguments, is_pointwise, shape_of, short_name
 from hap.graph.operator_families import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Trait, having
 from hap.groups.types import Ints
 from hap.tracing.labels import LabelStore, labels_on_axis, long_axes
@@ -50,10 +50,8 @@ class View:
 
 
 def find_views(index: GraphIndex, store: LabelStore) -> dict[fx.Node, Any]:
-    """Views by the nodes that make them, for all nodes whose every use is as a layer's weight or on the way to one.
-
-    Nodes on the way that are no views of one parameter stand for None, and several results for a list.
-    """
+    """Views by the nodes that make them, for all nodes whose every use is as a layer's weight or on the way to one: a
+    list for several results, None for nodes that are no views of one parameter."""
     graph = index.program.graph
     pure = set(index.parameters)
     for node in graph.nodes:
@@ -71,30 +69,7 @@ def find_views(index: GraphIndex, store: LabelStore) -> dict[fx.Node, Any]:
             layers = [user for user in node.users if user not in weighing]
             if layers and not isinstance(views[node], View):
                 views[node] = _computed(index, store, node, layers)
-            if layers and not _usable(views[node], layers):
-                _forget(views, node)
     return views
-
-
-def _usable(view: View | None, layers: list[fx.Node]) -> bool:
-    """Convolutions take their weights as they are stored, or computed element by element.
-
-    Products take one weight, or one for each of several, none of which is stretched over others.
-    """
-    if view is None:
-        return False
-    several = tuple(len(index) for index in view.index)[:-2]
-    read = [layer.all_input_nodes[0] for layer in layers if several and short_name(layer) in PRODUCTS]
-    alike = all(shape_of(x)[:-2] == several for x in read)
-    return alike and (view.whole or not any(ends_branch(layer) for layer in layers))
-
-
-def _forget(views: dict[fx.Node, Any], node: fx.Node) -> None:
-    """Leave a node and what it is made from to the rules, which freeze it."""
-    if node in views:
-        del views[node]
-        for a in node.all_input_nodes:
-            _forget(views, a)
 
 
 def _is_weight(layer: fx.Node, node: fx.Node) -> bool:
@@ -122,16 +97,15 @@ def _moved(index: GraphIndex, node: fx.Node, views: dict[fx.Node, Any]) -> Any:
     return _read(view, results)
 
 
-def _read(view: View, places: Iterable[Tensor]) -> View | None:
+def _read(view: View, places: Sequence[Tensor]) -> View | None:
     """The view that has these places in the one it was made from: a stride of zero tells where they do not vary."""
     found: dict[int, tuple[int, Ints]] = {}
-    ndim = 0
+    ndim = places[0].ndim
     for dim, place in zip(view.dims, places, strict=True):
-        ndim = place.ndim
-        for axis in (i for i in range(place.ndim) if place.stride(i) and place.shape[i] > 1):
+        for axis in (i for i in range(ndim) if place.stride(i) and place.shape[i] > 1):
             if axis in found:
                 return None
-            found[axis] = (dim, place[tuple(slice(None) if i == axis else 0 for i in range(place.ndim))].numpy())
+            found[axis] = (dim, place[tuple(slice(None) if i == axis else 0 for i in range(ndim))].numpy())
     if len(found) != ndim:  # an axis of length one belongs to no axis of the parameter for certain
         return None
     axes = [found[i] for i in range(ndim)]
@@ -139,11 +113,8 @@ def _read(view: View, places: Iterable[Tensor]) -> View | None:
 
 
 def _computed(index: GraphIndex, store: LabelStore, node: fx.Node, layers: list[fx.Node]) -> View | None:
-    """A weight computed from one parameter of its shape, row by row, and from vectors with a value for each row.
-
-    Or element by element, with buffers of its shape too, such as a mask. Rows are outputs of the layers, which have
-    them along the same axis.
-    """
+    """A weight computed from one parameter of its shape, row by row, and from vectors with a value for each row. Or
+    element by element, with buffers of its shape too, such as a mask. Rows are what the layers compute."""
     turned = {short_name(layer) in PRODUCTS | TRANSPOSED | {"addmm"} for layer in layers}
     if not isinstance(node.meta.get("val"), Tensor) or len(turned) > 1:
         return None

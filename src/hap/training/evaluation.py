@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hap.data import Batch, Data
 from hap.errors import HapError
-from hap.execution.calling import eval_mode
+from hap.execution.calling import eval_mode, run
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,19 @@ def device_of(model: nn.Module) -> torch.device:
         found = ", ".join(sorted(map(str, devices))) or "no parameters"
         raise HapError(f"the model has {found}: expected parameters, all on one device")
     return devices.pop()
+
+
+def check_reads(model: nn.Module, data: Data, name: str = "the model") -> None:
+    """Refuse a network that cannot be run on the data or that has another number of classes."""
+    image = next(data.batches("train", 1))[0].to(device_of(model))
+    try:
+        output = run(model, image)
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise HapError(f"{name} cannot read an image of {data.name}, shaped {tuple(image.shape[1:])}: {why}") from error
+    found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if found != (1, data.classes):
+        raise HapError(
+            f"{name} turns one image of {data.name} into {found}: expected (1, {data.classes}), "
+            "one logit for each class"
+        )

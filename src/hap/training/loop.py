@@ -15,12 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from hap.data import Data
-from hap.errors import HapError
-from hap.execution.calling import eval_mode
-from hap.training.checkpoint import Checkpoint
-from hap.training.evaluation import device_of
-from hap.training.graph import Captured, Step
+from hap.errors import HapError, optional_package
+from hap.training.cuda_graph import RecordedStep, Step
+from hap.training.evaluation import check_reads, device_of
 from hap.training.recipes import Recipe
+from hap.training.resume import TrainingState
 from hap.training.run import History, Run, epoch_seed
 from hap.utils import distributed
 
@@ -72,8 +71,8 @@ def train(
     with prepared(model, device):
         run = Run(model, near(data, device), recipe, None if teacher is None else frozen_copy(teacher, device))
         recorded = graphs and device.type == "cuda" and distributed.processes() == 1
-        step = Captured(run.step) if recorded else run.step
-        state = Checkpoint(None if checkpoint is None else Path(checkpoint), [run])
+        step = RecordedStep(run.step) if recorded else run.step
+        state = TrainingState(None if checkpoint is None else Path(checkpoint), [run])
         first = distributed.agree(state.restore(), "the epoch to go on from")
         run.check_weights()
         shown = distributed.is_first()
@@ -152,18 +151,12 @@ def frozen_copy(teacher: nn.Module, device: torch.device) -> nn.Module:
 
 
 def check_networks(model: nn.Module, data: Data, recipe: Recipe, teacher: nn.Module | None) -> None:
-    """Refuse networks that do not fit the data: a label beyond the outputs would end as an obscure failure."""
+    """Refuse networks that do not fit the data, and a recipe that asks for a teacher where there is none."""
     if recipe.distill and teacher is None:
         raise HapError(f"the recipe has distill={recipe.distill} but no teacher is given: give one or set 0")
-    for network in (model, teacher) if teacher is not None else (model,):
-        images = next(data.batches("train", 1))[0].to(device_of(network))
-        with eval_mode(network), torch.no_grad():
-            shape = tuple(network(images).shape)
-        if shape != (1, data.classes):
-            raise HapError(
-                f"the model turns one image of {data.name} into {shape}: expected (1, {data.classes}), "
-                "one logit for each class"
-            )
+    check_reads(model, data)
+    if teacher is not None:
+        check_reads(teacher, data, "the teacher")
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------
@@ -206,11 +199,7 @@ class Report:
 
 
 def _tensorboard(log_dir: str | Path, first: int) -> Any:
-    try:
+    with optional_package("logging needs tensorboard, which is missing", "log"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise HapError(
-            "logging needs tensorboard, which is missing: pip install 'hessian-aware-pruning[log]'"
-        ) from error
     # Entries after the epoch that training resumes from belong to work that was lost.
     return SummaryWriter(str(log_dir), purge_step=first + 1)

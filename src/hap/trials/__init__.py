@@ -3,8 +3,8 @@
 A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute such as
 `num_heads`. So parts of all groups are removed from copies of the model, and what these return is compared.
 
-May be imported from elsewhere: `search.find_unprunable` and `search.Suspects`, `repeated_blocks.find_repeats`,
-`removal_rounds.rounds_of`. Start reading at `search.find_unprunable`; then `run_round.RoundRunner` runs one round
-and `run_round.reasons` puts what was seen into words, `removal_rounds` says what goes in a round, `attribute_reads`
+May be imported from elsewhere: `find_unprunable`, `run_round.Subject`, `repeated_blocks.find_repeats` and
+`removal_rounds.rounds_of`. Start reading at `find_unprunable.py`; then `run_round.RoundRunner` runs one round and
+`run_round.reasons` puts what was seen into words, `removal_rounds` says what goes in a round, `attribute_reads`
 notes which attributes a forward reads, and `repeated_blocks` finds blocks that need not be tried twice.
 """

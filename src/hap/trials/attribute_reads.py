@@ -31,7 +31,7 @@ class AttributeReads:
         self.passing: set[str] = set()
         self.missed: set[str] = set()
         self.running = False
-        self.classes: dict[tuple[type, bool], Any] = {}
+        self.classes: dict[type, Any] = {}
 
     def watch_(self, model: nn.Module, modules: Iterable[str], blocks: Iterable[str]) -> None:
         """Note what is read of these modules of a model, and let these blocks return what they are given.
@@ -61,16 +61,16 @@ class AttributeReads:
             if passing and (missed or attribute in CONTENTS):
                 self.missed.add(name)
 
-        key = (type(module), passing)
+        kind = type(module)
         try:
-            kind = self.classes.get(key) or _watched(*key)
+            watched = self.classes.get(kind) or _watched(kind)
             vars(module)["_note"] = note
-            module.__class__ = kind
+            module.__class__ = watched
         except TypeError:
             return False
-        self.classes[key] = kind
+        self.classes[kind] = watched
         if passing:
-            vars(module).update({contents: {} for contents in CONTENTS})
+            vars(module).update({held: {} for held in CONTENTS}, forward=MethodType(_pass_on, module))
         return True
 
     def was_read(self, x: SizeAttribute) -> bool:
@@ -92,7 +92,7 @@ class AttributeReads:
             kind.__bases__ = (nn.Module,)
 
 
-def _watched(kind: Any, passing: bool) -> Any:
+def _watched(kind: Any) -> Any:
     """A subclass, made in a way that runs no code of its class."""
 
     class Watched(nn.Module):
@@ -107,8 +107,6 @@ def _watched(kind: Any, passing: bool) -> Any:
                     note(name, missed=True)
                 raise
 
-    if passing:
-        Watched.forward = _pass_on
     Watched.__name__, Watched.__qualname__, Watched.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     Watched.__bases__ = (kind,)
     return Watched

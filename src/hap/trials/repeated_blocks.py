@@ -8,7 +8,7 @@ Whoever relies on that still runs all of them when the pruned model is checked: 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,35 +28,25 @@ ClassesOf = Callable[[fx.Node], Ints | None]
 
 @dataclass(frozen=True)
 class Repeats:
-    """`blocks` says which block each one repeats, `groups` the same of the groups inside, `lengths` of attributes.
+    """`blocks` says which block each one repeats; groups and modules inside have the same names in both.
 
     `unlike` are those whose attributes are not all equal to those of the block that they repeat.
     """
 
     blocks: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, str] = field(default_factory=dict)
-    lengths: dict[int, int] = field(default_factory=dict)
     unlike: set[str] = field(default_factory=set)
 
-    def like(self, names: Iterable[str]) -> list[str]:
-        """These groups and those that repeat them."""
-        return _with_likes(names, self.groups)
-
-    def lengths_like(self, found: list[SizeAttribute], among: Sequence[SizeAttribute]) -> list[SizeAttribute]:
-        """These attributes and those that repeat them."""
-        place = {id(x): i for i, x in enumerate(among)}
-        return [among[i] for i in _with_likes((place[id(x)] for x in found), self.lengths)]
+    def original(self, name: str) -> str | None:
+        """The group or module that this one repeats; None, if it is in no block that repeats another."""
+        block = next((b for b in self.blocks if _is_in(b, name)), None)
+        return None if block is None else self.blocks[block] + name[len(block) :]
 
 
 NONE = Repeats()
 
 
-def _with_likes(items: Iterable[Any], repeated: Mapping[Any, Any]) -> list[Any]:
-    found = dict.fromkeys(items)
-    for item, other in repeated.items():  # what repeats a repeat comes later
-        if other in found:
-            found[item] = None
-    return list(found)
+def _is_in(block: str, name: str) -> bool:
+    return f"{name}.".startswith(f"{block}.")
 
 
 def find_repeats(
@@ -71,21 +61,19 @@ def find_repeats(
         return Repeats()
     found = Repeats()
     regions = _regions(index, [n for n, calls in shapes.items() if calls == 1])
-    pairing = _Pairing(groups, candidates)
+    ties = _Ties(groups, candidates)
     latest: dict[Any, str] = {}
     for name in (n for n in index.modules if n in regions):
-        if any(name.startswith(f"{done}.") for done in found.blocks):
+        if found.original(name) is not None:
             continue
         signature = _signature(index, classes, name, regions[name])
         if signature is None:
             continue
         known = latest.get(signature)
-        if known is None or (pair := pairing(name, known)) is None:
+        if known is None or not ties.alike(name, known):
             latest[signature] = name
             continue
         found.blocks[name] = known
-        found.groups.update(pair[0])
-        found.lengths.update(pair[1])
         if not same_modules(index.modules[name], index.modules[known]):
             found.unlike.add(name)
     return found
@@ -156,52 +144,48 @@ def _cut_alike(a: Ints | None, b: Ints | None) -> bool:
     return np.array_equal(left, right)
 
 
-class _Pairing:
-    """Pairs the groups and attributes of two blocks by the classes on the axes of their parameters."""
+class _Ties:
+    """What blocks are tied to, by the classes on the axes of their parameters."""
 
     def __init__(self, groups: Groups, candidates: list[SizeAttribute]):
         self.groups, self.candidates = groups, candidates
         self.times = self._count(groups.axes)
-        self.names, self.sizes = list(groups), np.array([len(g.classes) for g in groups.values()], dtype=np.int64)
-        self.owner: Ints = np.full(groups.classes, -1, dtype=np.int64)
-        for number, group in enumerate(groups.values()):
-            self.owner[group.classes] = number
         self.spanned = np.zeros(groups.classes, dtype=bool)
         self.spanned[list(groups.traits.spanned)] = True
 
-    def __call__(self, name: str, known: str) -> tuple[dict[str, str], dict[int, int]] | None:
-        """Groups and candidates of `name`, each with its like in `known`. None, if they are not tied alike."""
+    def alike(self, name: str, known: str) -> bool:
+        """Whether each class, group and attribute of a block has its like in a known one: the same class, if it stands
+        outside too."""
         mine, theirs = self._axes(name), self._axes(known)
         if mine.keys() != theirs.keys() or any(len(mine[k]) != len(theirs[k]) for k in mine):
-            return None
+            return False
         none = np.zeros(1, np.int64)
         sides = [np.concatenate([none, *(side[key] for key in mine)]) for side in (mine, theirs)]
         codes = np.unique(sides[0] * self.groups.classes + sides[1])  # faster than rows of two
         left, right = np.divmod(codes, self.groups.classes)
         if not all(len(np.unique(column)) == len(column) for column in (left, right)):
-            return None
+            return False
         traits = [self._traits(axes, column) for axes, column in ((mine, left), (theirs, right))]
         inside = traits[0][0]
         if not np.array_equal(traits[0], traits[1]) or not np.array_equal(left[~inside], right[~inside]):
-            return None
+            return False
+        units, others = self._groups(name), self._groups(known)
+        if sum(map(len, units.values())) != inside.sum():  # some are in no group
+            return False
         to: Ints = np.full(self.groups.classes, -1, dtype=np.int64)
         to[left] = right
-        groups, lengths = self._groups(left[inside], right[inside]), self._lengths(name, known, to)
-        return None if groups is None or lengths is None else (groups, lengths)
-
-    def _groups(self, mine: Ints, theirs: Ints) -> dict[str, str] | None:
-        """The groups of these classes, which stand in one block alone, each with its like."""
-        owners = [self.owner[classes] for classes in (mine, theirs)]
-        if any((owner < 0).any() for owner in owners):
-            return None
-        left, right = np.divmod(np.unique(owners[0] * len(self.names) + owners[1]), max(len(self.names), 1))
-        whole = np.array_equal(np.bincount(owners[0], minlength=len(self.names))[left], self.sizes[left])
-        found = {self.names[i]: self.names[j] for i, j in zip(left.tolist(), right.tolist(), strict=True)}
-        return found if whole and len(found) == len(left) else None
+        here, there = units | self._attributes(name), others | self._attributes(known)
+        return here.keys() == there.keys() and all(np.array_equal(to[here[key]], there[key]) for key in here)
 
     def _axes(self, block: str) -> dict[tuple[str, int], Ints]:
-        start = f"{block}."
-        return {(n[len(start) :], dim): a for (n, dim), a in self.groups.axes.items() if n.startswith(start)}
+        return {(n[len(block) :], dim): a for (n, dim), a in self.groups.axes.items() if _is_in(block, n)}
+
+    def _groups(self, block: str) -> dict[Any, Ints]:
+        return {n[len(block) :]: group.classes for n, group in self.groups.items() if _is_in(block, n)}
+
+    def _attributes(self, block: str) -> dict[Any, Ints]:
+        inside = [x for x in self.candidates if _is_in(block, x.module)]
+        return {(x.module[len(block) :], x.attribute, x.entry, x.axis): x.classes for x in inside}
 
     def _count(self, axes: Mapping[Any, Ints]) -> Ints:
         """How often each class stands on these axes."""
@@ -211,16 +195,3 @@ class _Pairing:
         """Which of these classes stand in this block alone, and which are spanned by a norm."""
         own = (self._count(axes)[classes] == self.times[classes]) & (classes != 0)
         return np.stack([own, self.spanned[classes]])
-
-    def _lengths(self, name: str, known: str, to: Ints) -> dict[int, int] | None:
-        def keys(block: str) -> dict[Any, int]:
-            inside = [(i, x) for i, x in enumerate(self.candidates) if f"{x.module}.".startswith(f"{block}.")]
-            return {(x.module[len(block) :], x.attribute, x.entry, x.axis): i for i, x in inside}
-
-        mine, theirs = keys(name), keys(known)
-        if mine.keys() != theirs.keys():
-            return None
-        for key, i in mine.items():
-            if not np.array_equal(to[self.candidates[i].classes], self.candidates[theirs[key]].classes):
-                return None
-        return {i: theirs[key] for key, i in mine.items()}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hap.execution.calling import draws_random_numbers
-from hap.execution.compare_outputs import difference, in_float64, is_float32, output_tensors
 from hap.execution.fast_copy import copy_with
+from hap.execution.model_outputs import difference, in_float64, is_float32, output_tensors
 from hap.graph.capture import Asked, exporting, modules_in
 from hap.groups.groups import Groups
 from hap.groups.types import Ints, SizeAttribute
@@ -30,8 +30,6 @@ from hap.verification.verify import check_by_running
 
 NOTHING: Ints = np.zeros(0, np.int64)
 
-GROSS = 0.1
-"""Outputs that differ by more than this, relative to the largest, are not run again in float64 to tell why."""
 LONGEST_REASON = 120
 """How many characters of an exception a reason holds."""
 HEAVY_MODEL, HEAVY_UNITS = 60_000_000, 1_000
@@ -80,12 +78,10 @@ class RoundRunner:
 
     def __init__(self, subject: Subject):
         model, groups, repeats = subject.model, subject.groups, subject.repeats
-        self.groups = replace(
-            groups.restricted(repeats.blocks, repeats.groups), unprunable={}
-        )  # nobody reads its plans
+        self.groups = groups.restricted(repeats.blocks)
         self.cost = CostModel(self.groups)
         self.reach = {n: np.concatenate([g.classes, groups.streams(g.classes)]) for n, g in self.groups.items()}
-        attributes = [x for i, x in enumerate(subject.attributes) if i not in repeats.lengths]
+        attributes = [x for x in subject.attributes if repeats.original(x.module) is None]
         self.attributes = [x for x in attributes if not _follows_anyway(model.get_submodule(x.module), x.attribute)]
         self.reads = AttributeReads()
         self.model, self.example = self._prepared(subject), subject.example
@@ -172,12 +168,12 @@ class RoundRunner:
     def _check(self, comparison: Comparison, reference: list[Any] | None) -> list[Any]:
         """Run the comparison. The first run also tells if the model asks whether it is exported."""
         if torch.compiler.is_exporting() or self.asked.known:
-            return check_by_running(comparison, reference, GROSS)
+            return check_by_running(comparison, reference, hasty=True)
         try:
             with exporting(self.asked):
-                found = check_by_running(comparison, reference, GROSS)
+                found = check_by_running(comparison, reference, hasty=True)
         except Exception:  # it may be what stands for the answer that does not work where a bool would
-            found = check_by_running(comparison, reference, GROSS)
+            found = check_by_running(comparison, reference, hasty=True)
             self.asked.heard = True
         self.asked.known = True
         return found

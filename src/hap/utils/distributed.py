@@ -105,22 +105,21 @@ def from_first(make: Callable[[], str]) -> str:
     """A text that the first process makes and all get, as bytes: nothing is pickled. Its HapError is everyone's."""
     if processes() == 1:
         return make()
-    device = _device()
-    failed, text = False, ""
+    text, device = "", _device()
     if is_first():
         try:
-            text = make()
+            text = f"+{make()}"
         except HapError as error:
-            failed, text = True, str(error)
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    head = torch.tensor([len(data), int(failed)], device=device)
-    dist.broadcast(head, 0)
-    data = data if is_first() else torch.empty(int(head[0]), dtype=torch.uint8, device=device)
+            text = f"-{error}"
+    data = torch.tensor([*text.encode()], dtype=torch.uint8, device=device)
+    length = torch.tensor(len(data), device=device)
+    dist.broadcast(length, 0)
+    data = data if is_first() else data.new_empty(int(length))
     dist.broadcast(data, 0)
     text = bytes(data.tolist()).decode()
-    if head[1]:
-        raise HapError(text)
-    return text
+    if text[0] == "-":
+        raise HapError(text[1:])
+    return text[1:]
 
 
 def broadcast_(model: nn.Module) -> None:
@@ -158,11 +157,9 @@ def session() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or "MASTER_ADDR" not in os.environ:
         yield
         return
-    backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     global _in_session
     _in_session = True
     with ExitStack() as stack:

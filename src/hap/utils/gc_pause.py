@@ -7,16 +7,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Inside, or in a function that this decorates, reference cycles wait to be collected until it ends.
-
-    Graphs are many small objects that stay; looking through them again and again for garbage takes its time.
-    What is large goes with its last reference in any case.
-    """
-    if not gc.isenabled():
-        yield
-        return
+    """Inside, or in a function that this decorates, reference cycles wait to be collected until it ends: looking
+    through the many small objects of a graph again and again takes its time."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()

@@ -1,6 +1,5 @@
 """What is asked of a model's modules: the tensors they hold, whether two of them are equal, whether they take hooks."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,21 +20,19 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def same_modules(a: nn.Module, b: nn.Module) -> bool:
     """Whether two modules agree in all that they and their submodules hold, beside the values of tensors."""
-    held, other = ([vars(module) for module in model.modules()] for model in (a, b))
+    held, other = ([_held(module) for module in model.modules()] for model in (a, b))
     try:
-        return len(held) == len(other) and all(map(_same_attributes, held, other))
+        return _same(held, other)
     except RecursionError:  # something holds itself
         return False
 
 
-def _same_attributes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    if a.keys() != b.keys() or any(_forms(a[kind]) != _forms(b[kind]) for kind in ("_parameters", "_buffers")):
-        return False
-    return all(_same(a[k], b[k]) for k in a if k not in ("_parameters", "_buffers", "_modules"))
-
-
-def _forms(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    return {n: None if t is None else (t.shape, t.dtype, t.requires_grad) for n, t in tensors.items()}
+def _held(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module without its submodules, and in place of its own tensors the forms of these."""
+    tensors = {**module._parameters, **module._buffers}
+    forms = {n: None if t is None else (t.shape, t.dtype, t.requires_grad) for n, t in tensors.items()}
+    others = ("_parameters", "_buffers", "_modules")
+    return {name: value for name, value in sorted(vars(module).items()) if name not in others} | forms
 
 
 def _same(a: Any, b: Any) -> bool:

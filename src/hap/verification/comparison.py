@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import in_float64
 from hap.execution.fast_copy import copy_with
 from hap.execution.masked_execution import SparseWeight
+from hap.execution.model_outputs import in_float64
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
 from hap.surgery.cut import cut_tensors, shortened, update_modules_
@@ -94,13 +94,16 @@ class Comparison:
         sparse: dict[nn.Parameter, SparseWeight] = {}
         for name, mask in masks.items():
             tensor, cut, directed = tensors[name], cuts.get(name, {}), _has_direction(name, tensors)
-            large = tensor.ndim > 1 and tensor.numel() >= LARGE and tensor.is_floating_point()
+            large = tensor.ndim > 1 and tensor.numel() >= LARGE
+            if not tensor.is_floating_point():
+                changed[name] = reduce(shortened, cut.values(), tensor.detach()).clone()
+                continue
+            thin = sparse_weight(tensor, self.cut[name], cut, mask)
             if skip_zeros and large and isinstance(tensor, nn.Parameter) and not directed and name not in grafted:
-                thin = sparse_weight(tensor, self.cut[name], cut, mask)
                 changed[name] = placeholder = thin.placeholder()
                 sparse[placeholder] = thin
             else:
-                changed[name] = _zeroed(tensor.detach(), cut, mask, ALMOST_ZERO if directed else 0.0)
+                changed[name] = thin.full(ALMOST_ZERO if directed else 0.0)
         masked = copy_with(self.model, changed)
         if self.base is not None:
             update_modules_(masked, self.base, {})
@@ -143,15 +146,3 @@ def sparse_weight(tensor: Tensor, small: Tensor, cuts: dict[int, Cut], masks: di
             place[list(cuts[dim].keep)] = torch.arange(len(cuts[dim].keep), device=tensor.device)
         index[dim] = place[list(mask.keep)]
     return SparseWeight(small, tuple(shape), index)
-
-
-def _zeroed(tensor: Tensor, cuts: dict[int, Cut], masks: dict[int, Cut], zero: float) -> Tensor:
-    """A new tensor, cut along some axes, and `zero` where more of it would be cut."""
-    for cut in cuts.values():
-        tensor = shortened(tensor, cut)
-    tensor = tensor if cuts else tensor.clone()
-    for dim, mask in masks.items() if tensor.is_floating_point() else ():
-        stay = set(mask.keep)
-        gone = [i for i, k in enumerate(cuts[dim].keep if dim in cuts else range(mask.size)) if k not in stay]
-        tensor.index_fill_(dim, torch.tensor(gone, dtype=torch.int64, device=tensor.device), zero)
-    return tensor

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.execution.calling import run
-from hap.execution.compare_outputs import largest
-from hap.execution.model_outputs import float_outputs
+from hap.execution.model_outputs import float_outputs, largest
 from hap.utils.plain_mapping import as_dict
 
 ALMOST_ZERO = 0.1

@@ -1,7 +1,6 @@
 """The executed check: whether a pruned model does on an example what its plan says."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,18 +8,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.compare_outputs import (
+from hap.execution.fast_copy import copy_with
+from hap.execution.masked_execution import SkippingZeros
+from hap.execution.model_outputs import (
+    FUSED,
+    SAMPLED,
     TOLERANCE,
     VALUES,
+    WATCHED,
+    Modes,
     difference,
+    float_outputs,
     is_float32,
     largest,
     measured_rounding,
     output_tensors,
 )
-from hap.execution.fast_copy import copy_with
-from hap.execution.masked_execution import SkippingZeros
-from hap.execution.model_outputs import float_outputs
 from hap.graph.partition import touched
 from hap.implants import ImplantModule
 from hap.planning.plan import Plan
@@ -30,11 +33,11 @@ from hap.verification.comparison import BY_ZEROS, COUNTED, REFUSED, UNKNOWABLE, 
 from hap.verification.informative_values import informative_example, informative_weights
 
 UNKNOWN = "the pruned model cannot be checked, so nothing was changed: the model with zeros in place of what goes"
-FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+FUSED_MODULES = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that go another way, with fused kernels and nested tensors, where no mode of torch's watches functions."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-FUSED_TOLERANCE = dict.fromkeys(TOLERANCE, 0.1)
-"""How far fused kernels may be off: some compute GELU another way."""
+FAR = dict.fromkeys(TOLERANCE, 0.1)
+"""No rounding is off as far, but fused kernels may be: some compute GELU another way."""
 
 
 def verify_plan(
@@ -63,16 +66,16 @@ def verify_plan(
         check_by_running(comparison)
 
 
-def check_by_running(comparison: Comparison, wanted: list[Any] | None = None, gross: float | None = None) -> list[Any]:
+def check_by_running(comparison: Comparison, wanted: list[Any] | None = None, hasty: bool = False) -> list[Any]:
     """Raise Misfit unless both models of a comparison return the same. Changes nothing.
 
     `wanted` is what the model with zeros returns, if that is known. It is returned for the next time: in float64, where
-    float32 was not enough to tell. A difference of more than `gross` times the largest value is no rounding.
+    float32 was not enough to tell. Unless it is `hasty`, that is asked however far off values are.
     """
     seen, wanted = _run_both(comparison, wanted)
     problem = difference(wanted, seen, comparison.plan.exact)
     if problem and problem.startswith(VALUES):  # rounding, or a real difference?
-        if gross is not None and _differ_by(gross, wanted, seen):
+        if hasty and "is off by" in (difference(wanted, seen, comparison.plan.exact, FAR) or ""):
             problem = f"beyond all rounding, {problem}"
         else:
             problem, wanted = _compare_exactly(comparison)
@@ -90,7 +93,7 @@ def agree_at_some_places(comparison: Comparison) -> bool:
     if not any(isinstance(m, CONVOLUTIONS) for m in comparison.model.modules()):
         return False
     try:
-        seen, wanted = _run_both(comparison, sampled=True)
+        seen, wanted = _run_both(comparison, modes=SAMPLED)
     except Misfit:
         return False
     return (
@@ -125,42 +128,35 @@ def _compare_exactly(comparison: Comparison) -> tuple[str | None, list[Any]]:
 
 
 def _run_both(
-    comparison: Comparison, wanted: list[Any] | None = None, short_cuts: bool = True, sampled: bool = False
+    comparison: Comparison, wanted: list[Any] | None = None, short_cuts: bool = True, modes: Modes = WATCHED
 ) -> tuple[list[Any], list[Any]]:
     """What the pruned model returns, and what the one with zeros does, which is not run if that is `wanted` already."""
+    fails = "fails with" if modes else "fails in torch's fused kernels with"
     try:
-        seen = output_tensors(comparison.pruned(), comparison.example, sampled=sampled)
+        seen = output_tensors(comparison.pruned(), comparison.example, modes=modes)
     except Misfit:
         raise
     except Exception as error:
         line = in_a_line(error)
-        raise Misfit(f"{REFUSED}: its forward fails with {line}", COUNTED, line) from error
+        raise Misfit(f"{REFUSED}: its forward {fails} {line}", COUNTED, line) from error
     if wanted is None:
         try:
-            wanted = masked_outputs(comparison, short_cuts, sampled)
+            wanted = masked_outputs(comparison, short_cuts, modes)
         except Exception as error:
-            raise Misfit(f"{UNKNOWN} fails with {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
+            raise Misfit(f"{UNKNOWN} {fails} {in_a_line(error)}", BY_ZEROS, in_a_line(error)) from error
     return seen, wanted
 
 
-def masked_outputs(comparison: Comparison, skip_zeros: bool = False, sampled: bool = False) -> list[Any]:
+def masked_outputs(comparison: Comparison, skip_zeros: bool = False, modes: Modes = WATCHED) -> list[Any]:
     """What the model with zeros returns. If it fails where these are skipped, it is run without: vmap forbids some."""
     masked, sparse = comparison.masked(skip_zeros)
     try:
         with SkippingZeros(sparse) if skip_zeros else nullcontext():
-            return output_tensors(masked, comparison.example, sampled=sampled)
+            return output_tensors(masked, comparison.example, modes=modes)
     except Exception:
         if not skip_zeros:
             raise
-    return masked_outputs(comparison, sampled=sampled)
-
-
-def _differ_by(gross: float, wanted: list[Any], seen: list[Any]) -> bool:
-    """Whether outputs, all of them finite, differ by more than so many times the largest value."""
-    tensors = ((a, b) for a, b in zip(wanted, seen, strict=True) if isinstance(a, Tensor) and a.numel())
-    pairs = [(a, b) for a, b in tensors if a.is_floating_point()]
-    finite = all(bool(x.isfinite().all()) for pair in pairs for x in pair)
-    return finite and any(largest(a - b) > gross * largest(a) for a, b in pairs)
+    return masked_outputs(comparison, modes=modes)
 
 
 def _may_fuse(model: nn.Module, plan: Plan) -> bool:
@@ -172,7 +168,7 @@ def _may_fuse(model: nn.Module, plan: Plan) -> bool:
     def loses(module: nn.Module, recurse: bool) -> bool:
         return not cut.isdisjoint(map(id, module.parameters(recurse)))
 
-    modules = [m for m in model.modules() if isinstance(m, FUSED) and loses(m, recurse=True)]
+    modules = [m for m in model.modules() if isinstance(m, FUSED_MODULES) and loses(m, recurse=True)]
     return any(not (isinstance(m, nn.MultiheadAttention) and loses(m, recurse=False)) for m in modules)
 
 
@@ -182,16 +178,9 @@ def _check_fused(comparison: Comparison, wanted: list[Any]) -> None:
     Most often that returns what is `wanted` without fused kernels. Where it does not, the model with zeros is asked,
     with fused kernels as well: these may, for one, leave out what is padded.
     """
-    exact = comparison.plan.exact
-    seen = _fused_outputs(comparison.pruned, comparison.example, f"{REFUSED}: its forward")
-    if difference(wanted, seen, exact, FUSED_TOLERANCE) is not None:
-        wanted = _fused_outputs(lambda: comparison.masked()[0], comparison.example, UNKNOWN)
-        if problem := difference(wanted, seen, exact, FUSED_TOLERANCE):
-            raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")
-
-
-def _fused_outputs(copied: Callable[[], nn.Module], example: Any, whose: str) -> list[Any]:
-    try:
-        return output_tensors(copied(), example, watched=False)
-    except Exception as error:
-        raise HapError(f"{whose} fails in torch's fused kernels with {in_a_line(error)}") from error
+    for known in (wanted, None):
+        seen, other = _run_both(comparison, known, short_cuts=False, modes=FUSED)
+        problem = difference(other, seen, comparison.plan.exact, FAR)
+        if problem is None:
+            return
+    raise HapError(f"{REFUSED}: with torch's fused kernels {problem}")

@@ -1,6 +1,7 @@
 """What an experiment is made of, and how it is read from TOML. Everything is checked before any work begins."""
 
 import dataclasses
+import inspect
 import re
 import tomllib
 from collections.abc import Mapping
@@ -185,16 +186,10 @@ def read_config(path: str | Path) -> Experiment:
 
 def from_values(values: Mapping[str, Any]) -> Experiment:
     """An experiment from nested tables of plain values."""
-    top = _checked("the top level", values, get_type_hints(Experiment))
-    for needed in ("model", "data", "out", "dense", "finetune", "prune"):
-        if needed not in top:
-            raise HapError(f"{needed!r} is missing at the top level")
-    dense = _with_changes("[dense]", top["dense"], DenseStep)
-    if "recipe" not in top["finetune"]:
-        raise HapError("'recipe' is missing in [finetune]")
+    top = _checked("at the top level", values, Experiment, get_type_hints(Experiment))
     steps = {
-        "dense": dense,
-        "finetune": _with_changes("[finetune]", top["finetune"], FinetuneStep),
+        "dense": _with_changes("in [dense]", top["dense"], DenseStep),
+        "finetune": _with_changes("in [finetune]", top["finetune"], FinetuneStep),
         "prune": tuple(_prune(i, table) for i, table in enumerate(top["prune"], 1)),
         "seeds": tuple(top.get("seeds", (0,))),
     }
@@ -203,9 +198,7 @@ def from_values(values: Mapping[str, Any]) -> Experiment:
 
 def _prune(number: int, table: Mapping[str, Any]) -> PruneStep:
     where = f"[[prune]] entry {number}"
-    known = _checked(where, table, get_type_hints(PruneStep))
-    if "name" not in known:
-        raise HapError(f"'name' is missing in {where}")
+    known = _checked(f"in {where}", table, PruneStep, get_type_hints(PruneStep))
     try:
         return PruneStep(**known)
     except HapError as error:
@@ -216,19 +209,22 @@ def _with_changes(where: str, table: Mapping[str, Any], kind: type[Any]) -> Any:
     """A step whose table mixes its own keys with recipe fields to replace."""
     own, fields = get_type_hints(kind), get_type_hints(Recipe)
     del own["changes"], fields["seed"]
-    known = _checked(where, table, own | fields)
+    known = _checked(where, table, kind, own | fields)
     changes = {key: known.pop(key) for key in list(known) if key not in own}
     return kind(**known, changes=changes)
 
 
-def _checked(where: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The table, if it holds known keys with values of the right kind only."""
+def _checked(where: str, table: Mapping[str, Any], kind: type[Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The table, if it holds known keys with values of the right kind only, and all that a `kind` cannot do without."""
     for key, value in table.items():
         if key not in known:
-            raise HapError(f"unknown key {key!r} in {where}; known keys: {', '.join(known)}")
+            raise HapError(f"unknown key {key!r} {where}; known keys: {', '.join(known)}")
         if not _fits(value, known[key]):
             words = "a list" if get_origin(known[key]) is tuple else _PLAIN.get(_plain(known[key]), "a table")
-            raise HapError(f"{key} is {value!r} in {where}; expected {words}")
+            raise HapError(f"{key} is {value!r} {where}; expected {words}")
+    for parameter in inspect.signature(kind).parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in table:
+            raise HapError(f"{parameter.name!r} is missing {where}")
     return dict(table)
 
 

@@ -10,7 +10,6 @@ import hap
 from hap import models
 from hap.data import Data
 from hap.errors import Argument, HapError
-from hap.execution.calling import run as call
 from hap.io.checkpoint import Checkpoint
 from hap.models import pretrained
 from hap.pruning.latency import compare_latency
@@ -55,21 +54,6 @@ def first_images(data: Data, count: int = 1, near: nn.Module | None = None) -> T
     """The first training images, as a network sees them, and where the network `near` is."""
     images = next(data.batches("train", count))[0]
     return images if near is None else images.to(device_of(near))
-
-
-def check_reads(model: nn.Module, data: Data, name: str) -> None:
-    """Refuse a network that cannot be run on the data or that has another number of classes."""
-    shape = tuple(data.train.images.shape[1:])
-    try:
-        output = call(model, first_images(data, near=model))
-    except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise HapError(f"{name} cannot read an image of {data.name}, shaped {shape}: {why}") from error
-    found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if found != (1, data.classes):
-        raise HapError(
-            f"{name} turns one image of {data.name} into {found}; expected (1, {data.classes}), one logit per class"
-        )
 
 
 def describe_network(spec: str, data: Data) -> dict[str, Any]:

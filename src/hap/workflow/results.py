@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hap.errors import HapError
-from hap.utils.atomic_files import write_json
-from hap.workflow.provenance import provenance
 
 KIND, FORMAT = "hap-result", 1
 INDEX = "experiment.json"
@@ -74,10 +70,6 @@ class Result:
         return cls(**{**fields, **sides})
 
 
-def write_result(path: str | Path, result: Result) -> None:
-    write_json(path, result.to_dict())
-
-
 def read_json(path: Path) -> Any:
     """What a JSON file holds; HapError if it cannot be read."""
     try:
@@ -102,9 +94,3 @@ def read_results(folder: str | Path) -> list[Result]:
     """The results in a folder, dense ones first."""
     results = [Result.from_dict(v) for v in read_records(folder) if v["kind"] == KIND]
     return sorted(results, key=lambda r: r.pruned is not None)
-
-
-def origin(device: torch.device) -> dict[str, Any]:
-    """The revision, date and hardware fields of a record made on `device`."""
-    found = provenance()
-    return {**found, "hardware": {"device": device.type, **found["hardware"]}}

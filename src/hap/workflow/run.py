@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,35 +21,27 @@ from hap.planning.plan import Plan
 from hap.pruning.latency import with_threads
 from hap.scoring import Scores
 from hap.training import History
+from hap.training.evaluation import check_reads
 from hap.training.recipes import Recipe
 from hap.utils.atomic_files import digest as file_digest
 from hap.utils.atomic_files import write_json
 from hap.workflow.config import Experiment, PruneStep
-from hap.workflow.networks import (
-    check_reads,
-    describe_network,
-    load_data,
-    measure_networks,
-    new_network,
-    open_checkpoint,
-)
-from hap.workflow.results import INDEX, KIND, Measured, Result, origin, read_json, write_result
-from hap.workflow.steps import Work, note_if_fewer_images, probe_record, sensitivity_record
+from hap.workflow.networks import describe_network, load_data, measure_networks, new_network, open_checkpoint
+from hap.workflow.provenance import provenance
+from hap.workflow.results import INDEX, KIND, Measured, Result, read_json
+from hap.workflow.steps import Say, Work, note_if_fewer_images, probe_record, sensitivity_record
 
 PROBE_IMAGES = 64
 
 
-class Console(Protocol):
-    """What shows an experiment while it runs."""
+@dataclass(frozen=True)
+class Console:
+    """How an experiment is shown: a step that begins, one that was finished before, and work without a bar of its own,
+    inside which a function says what is being done."""
 
-    def step(self, text: str) -> None:
-        """A step begins."""
-
-    def skipped(self, text: str) -> None:
-        """A step was finished before."""
-
-    def status(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Work without a bar of its own; the function inside says what it is doing."""
+    step: Say
+    skipped: Say
+    status: Callable[[str], AbstractContextManager[Say]]
 
 
 def run(experiment: Experiment, device: torch.device, console: Console) -> list[Result]:
@@ -111,7 +104,8 @@ class _Runner:
         if step.checkpoint is not None:
             return model, History(), None
         recipe = step.make(seed)
-        return model, self._train(model, recipe, None, "dense", config), recipe
+        history = hap.train(model, self.data, recipe, checkpoint=self._training_file("dense", config))
+        return model, history, recipe
 
     # ---- one way to prune -----------------------------------------------------------------------------------
 
@@ -157,7 +151,8 @@ class _Runner:
         self.console.step(f"{step.name}: fine-tune{many}")
         recipe = self.experiment.finetune.make(seed)
         teacher = dense if self.experiment.finetune.teacher else None
-        history = self._train(model, recipe, teacher, stem, config)
+        state = self._training_file(stem, config)
+        history = hap.train(model, self.data, recipe, teacher=teacher, checkpoint=state)
         with self.console.status("measuring"):
             accuracy = hap.evaluate(model, self.data).accuracy
             sides = measure_networks((dense, first.dense.accuracy), (model, accuracy), data=self.data)
@@ -220,14 +215,8 @@ class _Runner:
         metrics = {"accuracy": side.accuracy, "params": side.params, "macs": side.macs}
         about = self._about(config)
         hap.save(self._checkpoint(stem), model, plan, recipe=recipe, metrics=metrics, about=about)
-        write_result(self._record(stem), result)
+        write_json(self._record(stem), result.to_dict())
         self._training_file(stem, config).unlink(missing_ok=True)
-
-    def _train(
-        self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None, stem: str, config: dict[str, Any]
-    ) -> History:
-        path = self._training_file(stem, config)
-        return hap.train(model, self.data, recipe, teacher=teacher, checkpoint=path)
 
     def _open(self, stem: str) -> nn.Module:
         return open_checkpoint(self._checkpoint(stem), self.experiment.model)[0].to(self.device)
@@ -244,6 +233,7 @@ class _Runner:
         step: PruneStep | None = None,
         one_shot: float | None = None,
     ) -> Result:
+        made = provenance()
         return Result(
             name=step.name if step else "Dense",
             seed=config.get("seed", config["dense_seed"]),
@@ -256,7 +246,7 @@ class _Runner:
             test_images=len(self.data.test),
             curve=history.to_dict(),
             seconds=sum(history.seconds),
-            **origin(self.device),
+            **{**made, "hardware": {"device": self.device.type, **made["hardware"]}},
         )
 
 
@@ -276,11 +266,10 @@ def _records(experiment: Experiment) -> list[str]:
 def remove_results(experiment: Experiment) -> None:
     """Remove what a run of this experiment leaves, and nothing else."""
     out = Path(experiment.out)
-    names = ["dense", *(_stem(step, seed) for step in experiment.prune for seed in experiment.seeds)]
     files = [out / INDEX, out / "report.html", out / "summary.png"]
-    files += [out / f"{name}.safetensors" for name in [*names, *(f"{step.slug}-pruned" for step in experiment.prune)]]
-    files += [out / "results" / f"{name}.json" for name in {*_records(experiment), "probes"}]
-    files += [path for name in names for path in out.glob(f"training/{name}-????????.safetensors")]
+    for stem in (*_records(experiment), "probes", *(f"{step.slug}-pruned" for step in experiment.prune)):
+        files += [out / f"{stem}.safetensors", out / "results" / f"{stem}.json"]
+        files += out.glob(f"training/{stem}-????????.safetensors")
     for path in files:
         try:
             path.unlink(missing_ok=True)

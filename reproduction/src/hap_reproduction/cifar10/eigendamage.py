@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calibration import inputs_of
+from hap.execution.calibration import pairs
 from hap.execution.calling import eval_mode
 from hap.planning.budget import Budget
 from hap.planning.cost import cost
@@ -100,7 +100,7 @@ def factors(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor,
     sums = {n: (_square(m.in_channels, device), _square(m.out_channels, device)) for n, m in convs.items()}
     count = 0
     with eval_mode(model):
-        for batch in inputs_of(batches, device):
+        for batch, _ in pairs(batches, device):
             for x in batch.split(CHUNK):
                 _add(model, convs, x, sums)
                 count += len(x)

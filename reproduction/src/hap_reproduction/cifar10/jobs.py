@@ -191,10 +191,7 @@ def rankings(seed: int) -> list[Job]:
     jobs = [_ranked(_step(PER_COST, row[0], **cheap), seed, row, MANY_IMAGES) for row in HAP_ROWS]
     jobs += [
         _ranked(
-            _implanted(row[0], name=f"implant-centre-per-cost-{MANY_IMAGES}-images", **cheap),
-            seed,
-            row,
-            MANY_IMAGES,
+            _implanted(row[0], name=f"implant-centre-per-cost-{MANY_IMAGES}-images", **cheap), seed, row, MANY_IMAGES
         )
         for row in IMPLANT_ROWS
     ]

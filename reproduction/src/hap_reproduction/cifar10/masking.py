@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.implants import ImplantModule, Pointwise
-from hap.planning.plan import Plan
-from hap.planning.steps import Cut
+from hap.planning.plan import Cut, Plan
 from hap.pruning.apply import apply_
 from hap.utils.module_tree import named_tensors
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hap.data import Data
 from hap.errors import HapError
 from hap.training import History
-from hap.training.checkpoint import Checkpoint, read_state, write_state
+from hap.training.cuda_graph import RecordedStep, Step
 from hap.training.evaluation import device_of
-from hap.training.graph import Captured, Step
 from hap.training.loop import STEPS_BETWEEN_CHECKS, check_networks, frozen_copy, near, prepared, seed_epoch
 from hap.training.recipes import Recipe
+from hap.training.resume import TrainingState, read_state, write_state
 from hap.training.run import Run, under
 from hap_reproduction.streams import in_turn, side_by_side
 
@@ -112,7 +112,7 @@ def train_many(
         for position, run in enumerate(runs if len(runs) > 1 else ()):
             run.which = f" of model {position}"
         updates: Sequence[Run] = runs if updates_of is None else stack.enter_context(updates_of(runs))
-        state = Checkpoint(None if checkpoint_dir is None else Path(checkpoint_dir) / STATE, runs)
+        state = TrainingState(None if checkpoint_dir is None else Path(checkpoint_dir) / STATE, runs)
         _run_epochs(runs, updates, state, graphs, None if seconds is None else begun + seconds)
         for run in runs:
             run.use_average()
@@ -120,13 +120,13 @@ def train_many(
 
 
 def _run_epochs(
-    runs: Sequence[Run], updates: Sequence[Run], state: Checkpoint, graphs: bool, until: float | None
+    runs: Sequence[Run], updates: Sequence[Run], state: TrainingState, graphs: bool, until: float | None
 ) -> None:
     """All epochs that are left, or those that end before the clock shows `until`, and one at least."""
     first, epochs = state.restore(), runs[0].recipe.epochs
     _check_each(runs, Run.check_weights)
     steps = [update.step for update in updates]
-    step = Captured(side_by_side(steps)) if graphs and runs[0].device.type == "cuda" else in_turn(steps)
+    step = RecordedStep(side_by_side(steps)) if graphs and runs[0].device.type == "cuda" else in_turn(steps)
     for epoch in range(first, epochs):
         begun = time.monotonic()
         _run_epoch(runs, updates, step, epoch)

@@ -30,8 +30,7 @@ Encoder = Annotated[
     str | None, typer.Option(help="A folder that from_pretrained reads, or a name that transformers can find.")
 ]
 TasksFolder = Annotated[
-    str | None,
-    typer.Option(help="The folder with TASK/train.tsv and TASK/dev.tsv, or a name such as nyu-mll/glue."),
+    str | None, typer.Option(help="The folder with TASK/train.tsv and TASK/dev.tsv, or a name such as nyu-mll/glue.")
 ]
 ResultsFolder = Annotated[Path, typer.Option("--out", help="One result file per task, criterion and seed.")]
 WorkFolder = Annotated[Path, typer.Option(help="Dense networks, and what resuming needs.")]

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hap.errors import HapError
 from hap.execution.calling import eval_mode
-from hap.training.graph import WARM_UP_STEPS, Captured, Step
+from hap.training.cuda_graph import WARM_UP_STEPS, RecordedStep, Step
 from hap_reproduction.glue.data import Batch, Encoded
 from hap_reproduction.streams import in_turn, side_by_side
 
@@ -125,7 +125,7 @@ class _Feed:
     def __init__(self, batch: Batch, runs: Sequence[_Run], pool: Any, warm_up: int):
         self.inputs, self.labels = {k: v.clone() for k, v in batch[0].items()}, batch[1].clone()
         steps: list[Step] = [partial(run.step, self.inputs, self.labels) for run in runs]
-        self.step: Step = in_turn(steps) if pool is None else Captured(side_by_side(steps), pool, warm_up)
+        self.step: Step = in_turn(steps) if pool is None else RecordedStep(side_by_side(steps), pool, warm_up)
 
     def put(self, batch: Batch) -> None:
         for name, values in batch[0].items():

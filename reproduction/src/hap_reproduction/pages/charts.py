@@ -16,7 +16,7 @@ def against_flops(rows: Sequence[Row]) -> Figure:
     """Filled: ours, a line through the means and a small dot for each seed. Hollow: the paper's."""
     with styled():
         figure, axes = new_figure(8.2, 4.2)
-        axis = axes[0][0]
+        axis = axes[0]
         for (colour, marker), (name, members) in zip(cycle(STYLES), _by_label(rows).items(), strict=False):
             _line(axis, members, "macs", colour, name, marker)
             points = [(r.job.paper["flops"], r.job.paper["accuracy"]) for r in members if r.job.paper]
@@ -32,13 +32,13 @@ def curves(rows: Sequence[Row], names: Mapping[str, str]) -> Figure:
     models = list(dict.fromkeys(row.job.model for row in rows))
     epochs = rows[0].job.recipe.epochs
     with styled():
-        figure, axes = new_figure(4.6 * len(models), 3.6, 1, len(models))
+        figure, axes = new_figure(4.6 * len(models), 3.6, len(models))
         styles = dict(zip(_by_label(rows), cycle(STYLES), strict=False))
-        for axis, model in zip(axes[0], models, strict=True):
+        for axis, model in zip(axes, models, strict=True):
             for name, members in _by_label([r for r in rows if r.job.model == model]).items():
                 _line(axis, members, "params", styles[name][0], name, styles[name][1])
             _label(axis, "parameters left, %", f"{names[model]}, {epochs} epochs of fine-tuning")
-        axes[0][0].legend(loc="lower right")
+        axes[0].legend(loc="lower right")
     return figure
 
 

@@ -206,11 +206,7 @@ HUGGING_FACE |= {
         },
         _text(),
     ),
-    "esm": (
-        "EsmForSequenceClassification",
-        _WORDS | {"pad_token_id": 1, "position_embedding_type": "rotary"},
-        _text(),
-    ),
+    "esm": ("EsmForSequenceClassification", _WORDS | {"pad_token_id": 1, "position_embedding_type": "rotary"}, _text()),
     "funnel": (
         "FunnelForSequenceClassification",
         {"block_sizes": [1, 1], "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "vocab_size": 96},

@@ -12,28 +12,13 @@ Start with `elementwise`.
 from hap.graph.nodes import arguments, shape_of
 from hap.tracing.context import RuleContext, join_along, labels_of_axis
 from hap.tracing.labels import labels_on_axis
-from hap.tracing.rules import indexing, layers, products, recurrent
+from hap.tracing.rules import layers, products, recurrent
 from hap.tracing.rules.elementwise import pointwise
 from hap.tracing.rules.norms_and_reductions import pooling, reduction
 from hap.tracing.rules.registry import RULES, freeze_all, rule
 from hap.tracing.rules.structural import structural
 
 __all__ = [
-    "RULES",
-    "RuleContext",
-    "arguments",
-    "freeze_all",
-    "indexing",
-    "join_along",
-    "labels_of_axis",
-    "labels_on_axis",
-    "layers",
-    "pointwise",
-    "pooling",
-    "products",
-    "recurrent",
-    "reduction",
-    "rule",
-    "shape_of",
-    "structural",
-]
+    "RULES", "RuleContext", "arguments", "freeze_all", "join_along", "labels_of_axis", "labels_on_axis", "layers",
+    "pointwise", "pooling", "products", "recurrent", "reduction", "rule", "shape_of", "structural",
+]  # fmt: skip

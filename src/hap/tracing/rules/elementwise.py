@@ -109,18 +109,13 @@ def type_as(context: RuleContext, node: fx.Node) -> Tensor:
     return context.labels(node.all_input_nodes[0])
 
 
-@rule("new")
+@rule("new", "_assert_tensor_metadata")
 def new(context: RuleContext, node: fx.Node) -> Any:
-    """A tensor of its own, of the type of another one."""
-    return unlabelled(node.meta["val"])
+    """A tensor of its own, of the type of another one; or nothing, where something is said of a tensor."""
+    return unlabelled(node.meta.get("val"))
 
 
 @rule("getitem")
 def getitem(context: RuleContext, node: fx.Node) -> Any:
-    several, place = context.values[node.all_input_nodes[0]], node.args[1]
+    several, place = context.result(node.all_input_nodes[0]), node.args[1]
     return several[int(place)] if isinstance(several, list) else unlabelled(node.meta.get("val"))  # type: ignore[arg-type]
-
-
-@rule("_assert_tensor_metadata")
-def assertion(context: RuleContext, node: fx.Node) -> None:
-    """Says something of a tensor and leaves it alone."""

@@ -90,7 +90,7 @@ def _start(context: RuleContext, node: fx.Node, states: list[fx.Node], units: In
                 context.values[zeros] = labels_on_axis(units, len(shape_of(zeros)), -1)
             if context.module(zeros) != context.module(node):  # a forward that makes them has their size from somewhere
                 context.sized(units)
-                context.reshaped(zeros, context.values[zeros])
+                context.keep_rectangular(zeros, context.values[zeros])
             continue
         labels = _features(context, node, state if zeros is None else zeros)
         what = context.module(node) or short_name(node)

@@ -23,7 +23,7 @@ from hap.tracing.labels import unlabelled
 Rule = Callable[[RuleContext, fx.Node], Any]
 COMPUTED = "its weight is computed from activations, or in a way that is not understood"
 NO_RULE = "no rule for this operator"
-LINEAR, MULTIPLYING, RECURRENT = having(Trait.LINEAR), having(Trait.MULTIPLIES), family("recurrent", "cell")
+LINEAR, MULTIPLYING, RECURRENT = having(Trait.PIECEWISE_LINEAR), having(Trait.MULTIPLIES), family("recurrent", "cell")
 RULES: dict[str, Rule] = {}
 """By the full name of an operator, such as `aten::conv2d`."""
 OF_FAMILIES: dict[str, Rule] = {}
@@ -46,10 +46,12 @@ def rule(*families: str) -> Callable[[Rule], Rule]:
 
 def apply(context: RuleContext, node: fx.Node) -> Any:
     """The labels of a node's result, by its rule, or frozen if there is none."""
-    if context.costs.curved is None and not keeps_linear(context, node):
-        context.costs.curved = short_name(node)
+    outer, context.reader = context.reader, node
     handler = RULES.get(schema_name(node)) or (OF_FAMILIES["pointwise"] if is_pointwise(node) else None)
     labels = handler(context, node) if handler is not None else freeze_all(context, node, _unknown(node))
+    context.reader = outer
+    if context.costs.curved is None and not keeps_linear(context, node):
+        context.costs.curved = short_name(node)
     context.flow.follow(node, labels)
     return labels
 

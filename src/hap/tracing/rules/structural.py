@@ -1,4 +1,4 @@
-"""Rules for operators that move elements without computing: they run on the labels themselves."""
+"""Rules for operators that move, look up or pick elements without computing: most run on the labels themselves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from hap.graph.broadcast_axes import varying_shape
 from hap.graph.nodes import arguments, shape_of, short_name
 from hap.graph.operator_families import Trait, having
 from hap.tracing.context import RuleContext, labels_of_axis
-from hap.tracing.labels import compress, unlabelled, varies
+from hap.tracing.labels import Undecided, compress, unlabelled, varies
 from hap.tracing.rules.elementwise import constrains
 from hap.tracing.rules.registry import freeze_all, rule
 
@@ -24,35 +24,34 @@ def structural(context: RuleContext, node: fx.Node) -> Any:
     """Run the operator itself on the labels."""
     if not any(varies(x) for x in context.entering(node)):
         return unlabelled(node.meta["val"])
-    if short_name(node) == "channel_shuffle":  # the parts that are shuffled stay equally long
+    if short_name(node) == "channel_shuffle":  # channels go so that all groups stay equally long
         given = arguments(node)
         channels = torch.from_numpy(labels_of_axis(context, given["self"], 1))
-        context.reshaped(node, channels.view(given["groups"], -1))
+        context.keep_rectangular(node, channels.view(given["groups"], -1))
     try:
         row = side_by_side(context, node)
         result = _on_labels(context, node) if row is None else row
     except (RuntimeError, TypeError, NotImplementedError):
         return freeze_all(context, node, "an operator that cannot run on labels")
-    result = [compress(r) for r in result] if isinstance(result, list | tuple) else compress(result)
-    if short_name(node) in SIZED and not _takes_the_rest(node, result):
+    several = isinstance(result, list | tuple)
+    parts = [compress(part) for part in (result if several else [result])]
+    if short_name(node) in SIZED and not _takes_the_rest(node, parts):
         context.sized(*context.entering(node))
-    if not isinstance(result, list | tuple):
-        if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
-            context.wiring.sliced.append((context.labels(source).numpy(), int(arguments(node).get("dim", 0))))
-        context.reshaped(node, result)
-        return result
+    if short_name(node) == "slice" and shape_of(node) != shape_of(source := node.all_input_nodes[0]):
+        dim = int(arguments(node).get("dim", 0)) % len(shape_of(source))
+        context.wiring.sliced.append((context.labels(source).numpy(), dim))
     if short_name(node) in SPLITTING and len({tuple(val.shape) for val in node.meta["val"]}) == 1:
-        for part in result:  # a forward that asks for equal parts goes on getting the same ones
-            context.join(part.numpy(), result[0].numpy())
-    for i, part in enumerate(result):
-        context.reshaped(node, part, i)
-    return result
+        for part in parts:  # a forward that asks for equal parts goes on getting the same ones
+            context.join(part.numpy(), parts[0].numpy())
+    for number, part in enumerate(parts):
+        context.keep_rectangular(node, part, number if several else None)
+    return parts if several else parts[0]
 
 
 def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
-    """The labels of tensors in a row along an axis that nobody cuts, such as tokens: they go together, index by index.
+    """Labels of tensors that are concatenated along an axis that is never cut, such as tokens: joined index by index.
 
-    Those that are alike for all that goes, such as a key of zeros, have no say. None: it is not as simple as that.
+    Tensors without labels, such as a key of zeros, change nothing. None: the tensors differ in another way.
     """
     if short_name(node) not in ("cat", "concat"):
         return None
@@ -69,12 +68,12 @@ def side_by_side(context: RuleContext, node: fx.Node) -> Tensor | None:
     return cut[0]
 
 
-def _takes_the_rest(node: fx.Node, result: Any) -> bool:
+def _takes_the_rest(node: fx.Node, parts: list[Tensor]) -> bool:
     """Whether the one axis along which a reshaped tensor varies has the size -1, which follows whatever goes."""
     if short_name(node) not in ("reshape", "view"):
         return False
     sizes = arguments(node).get("shape") or arguments(node).get("size") or ()  # none: another type of the same bits
-    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, result.shape, strict=True) if long > 1)
+    return len(sizes) > 0 and all(n == -1 for n, long in zip(sizes, parts[0].shape, strict=True) if long > 1)
 
 
 def _on_labels(context: RuleContext, node: fx.Node) -> Any:
@@ -84,8 +83,7 @@ def _on_labels(context: RuleContext, node: fx.Node) -> Any:
     do those along which elements are rolled.
     """
     name, value = short_name(node), node.meta["val"]
-    known = [a for a in node.all_input_nodes if a in context.index.parameters or a in context.values]
-    labels = {a: x for a in known if isinstance(x := context.labels(a), Tensor)}
+    labels = {a: x for a in context.labelled(node) if isinstance(x := context.labels(a), Tensor)}
     shapes, first = {a: list(shape_of(a)) for a in labels}, next(iter(labels))
     if name in RESHAPES and first.meta["val"].dtype == value.dtype and value.numel():
         return _reshaped(labels[first], shapes[first], list(shape_of(node)))
@@ -132,3 +130,71 @@ def padding(context: RuleContext, node: fx.Node) -> Any:
     context.sized(labels)
     shape = [s if d in padded else labels.shape[d] for d, s in enumerate(shape_of(source))]
     return compress(nn.functional.pad(labels.expand(shape), list(amounts)))
+
+
+# ---- looking up and picking: fine along axes that are not cut --------------------------------------------------------
+
+
+@rule("index")
+def index(context: RuleContext, node: fx.Node) -> Any:
+    """x[..., i, ...] with one tensor of positions: fine along axes that are not cut, such as a table's entries."""
+    source, places = arguments(node).values()
+    dims = [d for d, place in enumerate(places) if place is not None]
+    if len(dims) != 1 or not isinstance(places[dims[0]], fx.Node):
+        return freeze_all(context, node)
+    if context.parameter(source) is None and (labels := context.labels(source)).shape[dims[0]] > 1:
+        return _picked(context, node, labels, dims[0], context.index.constant(places[dims[0]]))
+    return _looked_up(context, node, source, dims[0])
+
+
+def _picked(context: RuleContext, node: fx.Node, labels: Tensor, dim: int, places: Tensor | None) -> Any:
+    """x[..., [-2], ...] along an axis that is cut, at places that the code says.
+
+    They stay right if all stays that they are counted past: what comes before them, or after those from the end.
+    """
+    if places is None or places.dtype != torch.int64 or not places.numel():
+        return freeze_all(context, node, "looks up along an axis that would be cut")
+    before, after = max(int(places.max()) + 1, 0), max(-int(places.min()), 0)
+    ends = labels.narrow(dim, 0, before), labels.narrow(dim, labels.shape[dim] - after, after)
+    context.store.constant.append(Undecided(labels.numpy(), torch.cat(ends, dim).numpy(), [dim]))
+    picked = compress(labels[(slice(None),) * dim + (places,)])
+    context.keep_rectangular(node, picked)
+    return picked
+
+
+@rule("gather", "index_select")
+def gather(context: RuleContext, node: fx.Node) -> Any:
+    """Picks along one axis, maybe each row for itself: other axes pass, if the picked ones are all of theirs."""
+    source, dim, *_ = arguments(node).values()
+    labels, place = context.labels(source), dim % max(len(shape_of(source)), 1)
+    sizes = enumerate(zip(shape_of(source), shape_of(node), strict=True))
+    if labels.shape[place] > 1 or any(before != after for d, (before, after) in sizes if d != place):
+        return freeze_all(context, node, "picks along an axis that would be cut")
+    if short_name(node) == "gather":  # the places are as many along the other axes
+        context.sized(labels)
+    return labels
+
+
+@rule("embedding")
+def embedding(context: RuleContext, node: fx.Node) -> Any:
+    return _looked_up(context, node, node.all_input_nodes[0], 0)
+
+
+def _looked_up(context: RuleContext, node: fx.Node, source: fx.Node, dim: int) -> Any:
+    """Labels of a result in which axis `dim` of the source is replaced by the axes of the positions looked up."""
+    more = len(shape_of(node)) - len(shape_of(source)) + 1
+    name = context.parameter(source)
+    labels = context.labels(source) if name is None else context.store.of_parameter(name, dim)
+    if labels.shape[dim] > 1:
+        return freeze_all(context, node, "looks up along an axis that would be cut")
+    return labels.reshape(*labels.shape[:dim], *(1,) * more, *labels.shape[dim + 1 :])
+
+
+@rule("grid_sampler")
+def grid_sampler(context: RuleContext, node: fx.Node) -> Any:
+    """Picks places, channel by channel, which are never cut themselves."""
+    source, places, *_ = arguments(node).values()
+    if any(size > 1 for size in context.labels(source).shape[2:]):
+        return freeze_all(context, node, "picks along an axis that would be cut")
+    context.freeze(context.labels(places), short_name(node), "says where to pick")
+    return context.labels(source)

@@ -77,10 +77,8 @@ def least_flops(
 
 @dataclass
 class _Search:
-    """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first.
-
-    Ranks by score alone, or with a `mixture` of the costs in the budget by score per cost saved.
-    """
+    """Units are numbered flat over all groups; `order` lists the removable ones, least sensitive first: by score alone,
+    or with a `mixture` of the costs in the budget by score per cost saved."""
 
     groups: Groups
     scores_of: Mapping[str, Tensor]
@@ -162,12 +160,12 @@ class _Search:
         step = self.limits.round_to
         if step == 1:
             return gone
-        back = []
+        goes = np.ones(len(gone), dtype=bool)
         for g in np.unique(self.group[gone]):
-            members = gone[self.group[gone] == g]
-            stay = int((self.group == g).sum()) - len(members)
-            back.append(members[len(members) - min(-stay % step, len(members)) :])
-        return gone[~np.isin(gone, np.concatenate([gone[:0], *back]))]
+            places = np.flatnonzero(self.group[gone] == g)
+            stay = int((self.group == g).sum()) - len(places)
+            goes[places[max(len(places) - (-stay % step), 0) :]] = False
+        return gone[goes]
 
     def solve(self) -> tuple[Bools, Bools]:
         """The classes kept (implants included) and implanted."""
@@ -186,39 +184,34 @@ class _Search:
     def bisect(self) -> int:
         """The smallest number of units to take from the order that meets the budget."""
         least = self.value(*self.marking(len(self.order)))
-        for (kind, fraction), found, target, dense in zip(
-            self.budget.given.items(), least, self.target, self.dense, strict=True
-        ):
-            if found > target:
-                because = f"; {said}" if (said := unprunable_in_words(self.groups)) else ""
-                raise HapError(
-                    Argument(kind, fraction),
-                    " cannot be reached: with these limits at least "
-                    f"{math.ceil(found / dense * 1e4) / 1e4:.4f} of the dense model is left{because}. Ask for that or "
-                    "more, raise ",
-                    Argument("per_layer", text="Limits.per_layer"),
-                    ForPython(
-                        ", or look at print(groups) for what is frozen",
-                        (" or ", Argument("leave"), " fewer layers alone"),
-                    ),
-                    ".",
-                )
+        if (missed := np.flatnonzero(least > self.target)).size:
+            place = missed[0]
+            kind, fraction = list(self.budget.given.items())[place]
+            left = math.ceil(least[place] / self.dense[place] * 1e4) / 1e4
+            because = f"; {said}" if (said := unprunable_in_words(self.groups)) else ""
+            raise HapError(
+                Argument(kind, fraction),
+                f" cannot be reached: with these limits at least {left:.4f} of the dense model is left{because}. ",
+                "Ask for that or more, raise ",
+                Argument("per_layer", text="Limits.per_layer"),
+                ForPython(
+                    ", or look at print(groups) for what is frozen", (" or ", Argument("leave"), " fewer layers alone")
+                ),
+                ".",
+            )
         fewer = range(len(self.order) - 1, -1, -1)  # with all of them it is met, as was seen; from there down
         return len(self.order) - bisect_left(fewer, True, key=lambda count: not self.fits(*self.marking(count)))
 
     def fill(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
-        """Keep what still fits, most sensitive first, until no single unit more would.
-
-        Units of one kind cost the same. What did not fit is tried again only after all others: with implants that
-        share a part, keeping one unit can make another one cheaper.
-        """
+        """Keep what still fits, most sensitive first, until no single unit more would. What did not fit is tried again
+        only after all others: with implants that share a part, keeping one unit can make another one cheaper."""
         before = -1
         while before != (before := int((kept & ~implanted).sum())):
             kept, implanted = self._fill_once(kept, implanted)
         return kept, implanted
 
     def _fill_once(self, kept: Bools, implanted: Bools) -> tuple[Bools, Bools]:
-        hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()
+        hopeless: set[tuple[int, bool, tuple[bool, ...]]] = set()  # units of one kind cost the same
         live = self.groups.alive(kept)
         for unit in self.order[::-1]:
             c = self.classes[unit]

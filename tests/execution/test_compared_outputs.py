@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap.execution.compare_outputs import difference
+from hap.execution.model_outputs import difference
 
 ONES, NAN = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
 LABELS = torch.tensor([0, 1, 2])

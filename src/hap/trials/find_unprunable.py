@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,45 +51,42 @@ class TrialResult:
 def find_unprunable(subject: Subject, among: Sequence[str] | None = None) -> TrialResult:
     """Remove parts of all groups from copies of a model, run these, and find which groups do not fit.
 
-    A graph does not tell whether `view(n, 64)` was written with a constant, computed, or read from an attribute such as
-    `num_heads`; running it does. What an untrained model hands on may come to so little that attention looks at all
-    alike: heads that cannot be told apart are tried again with larger weights. If only these groups are `among` those
-    in question, all others are known to fit, and no attributes and heads are looked for.
+    What an untrained model hands on may come to so little that attention looks at all alike: heads that cannot be told
+    apart are tried again with larger weights. If only these groups are `among` those in question, all others are known
+    to fit, and no attributes and heads are looked for.
     """
     with_units = [name for (name, _), classes in subject.groups.axes.items() if classes.any()]
     model, example = touched(subject.model, subject.example, with_units)
     subject = replace(subject, model=model, example=example)
     vague: list[str] = []
-    before: tuple[Search, Found] | None = None
     with ExitStack() as stack:
         for scale in WEIGHT_SCALES:
             scaled = replace(subject, weight_scales=dict.fromkeys(vague, scale))
-            search, found = _including_repeats(Search(scaled, stack), partial(Search.find, before=before, among=among))
-            before = search, found
+            search, found = _including_repeats(Search(scaled, stack), among)
             misfits, followers = search.with_repeats(*found)
             vague = [] if among is not None else search.indistinguishable(misfits)
             vague += [n for n in misfits if n in scaled.weight_scales]
             if not vague:
                 break
-        why = reasons((search.agrees_with or search).runner, [n for n in misfits if n not in vague])
+        why = reasons(search.runner, [n for n in misfits if n not in vague])
         return TrialResult(why, tuple(followers), tuple(vague), search.runner.last_fit is not None)
 
 
-def _including_repeats(search: Search, find: Callable[[Search], Found]) -> tuple[Search, Found]:
+def _including_repeats(search: Search, among: Sequence[str] | None) -> tuple[Search, Found]:
     """What was found, unless one run of all blocks does not bear it out: then what is found with all of them.
 
-    Blocks that look alike may do different things with other sizes, unless all their attributes are equal, and others
-    may look into them. Where neither is so, that run is left to the check of apply_. What was found while a block was
-    missed says nothing.
+    Blocks that look alike may act differently once they are cut, where their attributes differ or other modules read
+    them. Otherwise the run of all blocks is left to the check of apply_. A result does not count where a block that was
+    passed over was needed after all.
     """
-    found, reads = find(search), search.runner.reads
+    found, reads = search.find(among), search.runner.reads
     if not search.repeats.unlike and not reads.looked_into(search.repeats.blocks):
         return search, found
     every = Search(replace(search.subject, repeats=NONE), search.stack)
     misfits, followers = search.with_repeats(*found)
     if not reads.missed and every.fits([n for n in every.able if n not in misfits], followers, rounds=1):
         return search, found
-    return every, find(every)
+    return every, every.find(among)
 
 
 class Search:
@@ -110,23 +106,15 @@ class Search:
         self.settled: list[str] = []
         self.settled_followers: list[SizeAttribute] = []
         self.failed: str | None = None
-        self.agrees_with: Search | None = None
 
     # ---- the search -----------------------------------------------------------------------------------------
 
-    def find(self, before: tuple[Search, Found] | None = None, among: Sequence[str] | None = None) -> Found:
-        """The groups that do not fit and the attributes that must follow. What was found `before` is tried first."""
+    def find(self, among: Sequence[str] | None = None) -> Found:
+        """The groups that do not fit and the attributes that must follow."""
         if among is not None:
             return self._find_among(among), []
-        if before is not None and before[0].repeats is self.repeats and self._holds(*before[1]):
-            self.agrees_with, (misfits, followers) = before
-        else:
-            misfits, followers = self._find()
+        misfits, followers = self._find()
         return misfits, [*followers, *self._following_in_export(misfits, followers)]
-
-    def _holds(self, misfits: list[str], followers: list[SizeAttribute]) -> bool:
-        able = [n for n in self.able if n not in misfits]
-        return len(able) > 0 and self.fits(able, followers)
 
     def _find(self) -> Found:
         """As many groups at once as work; the others kind by kind; and if that does not work for all, by halves."""
@@ -158,7 +146,13 @@ class Search:
 
     def with_repeats(self, misfits: list[str], followers: list[SizeAttribute]) -> Found:
         """These groups and attributes, and those that repeat them."""
-        return self.repeats.like(misfits), self.repeats.lengths_like(followers, self.subject.attributes)
+        known = {(x.module, *_attribute_kind(x)[1:]) for x in followers}
+        pairs = [(x, self.repeats.original(x.module)) for x in self.subject.attributes]
+        others = [x for x, original in pairs if (original, *_attribute_kind(x)[1:]) in known]
+        return self._groups_with_repeats(misfits), [*followers, *others]
+
+    def _groups_with_repeats(self, names: list[str]) -> list[str]:
+        return [*names, *(n for n in self.subject.groups if self.repeats.original(n) in names)]
 
     # ---- who is to blame ------------------------------------------------------------------------------------
 
@@ -246,12 +240,8 @@ class Search:
 
     def _needed_by(self, name: str) -> list[SizeAttribute] | None:
         """The attributes that must follow this group. None: no choice of those that count its units works."""
-        counting = self._counting(name)
-        for kinds in _choices(counting):
-            needed = [x for x in counting if _attribute_kind(x) in kinds]
-            if self.fits([name], needed, rounds=1):
-                return needed
-        return None
+        choices = _choices(self._counting(name))
+        return next((needed for needed in choices if self.fits([name], needed, rounds=1)), None)
 
     def _following_in_export(self, misfits: list[str], followers: list[SizeAttribute]) -> list[SizeAttribute]:
         """Further attributes that have to follow where the model is exported, if it ever asks whether it is.
@@ -265,8 +255,7 @@ class Search:
         able = [n for n in self.able if n not in misfits]
         known = set(map(id, followers))
         left = [x for x in self._counting(*able) if id(x) not in known]
-        for kinds in _choices(left) if left else ():
-            more = [x for x in left if _attribute_kind(x) in kinds]
+        for more in _choices(left) if left else ():
             every = [*followers, *more]
             if self.fits_in_export(able, every) and (not more or self.fits(able, every)):
                 return more
@@ -308,7 +297,7 @@ class Search:
         found = indistinguishable_heads(
             comparison.pruned(), comparison.example, rows, steady=not self.subject.weight_scales
         )
-        return self.repeats.like(found)
+        return self._groups_with_repeats(found)
 
     def _rows(self, name: str, kept: Mapping[tuple[str, int], Any]) -> list[Rows]:
         """What computes or reads units of a group, in a model that has this left of its weights."""
@@ -321,11 +310,12 @@ class Search:
         return found
 
 
-def _choices(attributes: Sequence[SizeAttribute]) -> Iterator[tuple[AttributeKind, ...]]:
-    """Kinds of these attributes, few at a time first."""
+def _choices(attributes: Sequence[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
+    """All of these attributes that are of some kinds, few kinds at a time first."""
     kinds = list(dict.fromkeys(map(_attribute_kind, attributes)))
     choices = itertools.chain.from_iterable(itertools.combinations(kinds, n) for n in range(len(kinds) + 1))
-    return itertools.islice(choices, MOST_CHOICES)
+    for some in itertools.islice(choices, MOST_CHOICES):
+        yield [x for x in attributes if _attribute_kind(x) in some]
 
 
 def _attribute_kind(x: SizeAttribute) -> AttributeKind:

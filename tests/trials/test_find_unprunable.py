@@ -19,11 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hap
-from hap.execution import compare_outputs, masked_execution
+from hap.execution import masked_execution, model_outputs
 from hap.execution.masked_execution import ATTENTION
 from hap.graph.capture import capture
 from hap.graph.index import GraphIndex
-from hap.tracing.context import RuleContext
 from hap.tracing.rules.structural import _reshaped
 from hap.tracing.trace import walk
 from hap.trials import removal_rounds, run_round
@@ -119,7 +118,7 @@ def test_what_nothing_reads_is_not_tried(monkeypatch: pytest.MonkeyPatch, fixed:
 
 
 def test_where_float32_does_not_tell_trials_go_on_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compare_outputs.TOLERANCE, torch.float32, 0.0)
+    monkeypatch.setitem(model_outputs.TOLERANCE, torch.float32, 0.0)
     doubled = counting(monkeypatch, run_round, "in_float64")
     model = nn.Sequential(Heads(6), Hidden(), Heads(6))
     groups = hap.trace(model, example().float())
@@ -145,7 +144,7 @@ class Moving(nn.Module):
 def test_labels_are_not_written_out_over_space() -> None:
     model, image = Moving(), torch.zeros(1, 3, 256, 256)
     captured = capture(model, image)
-    context = walk(RuleContext(GraphIndex(model, captured.program, captured.called)), "joint")
+    context = walk(GraphIndex(model, captured.program, captured.called), "joint")
     sizes = [x.untyped_storage().nbytes() for x in context.values.values() if isinstance(x, Tensor)]
     assert max(sizes) <= 128 * 8
     assert len(hap.trace(model, image)["a"]) == 64

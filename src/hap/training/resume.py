@@ -23,7 +23,7 @@ FORMAT = "hap-training-1"
 WORK_PER_WRITE = 20
 
 
-class Checkpoint:
+class TrainingState:
     """All runs of one training in one file, so that networks trained side by side are always at one epoch."""
 
     def __init__(self, path: Path | None, runs: Sequence[Run]) -> None:

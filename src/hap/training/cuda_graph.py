@@ -15,7 +15,7 @@ Step = Callable[[], None]
 WARM_UP_STEPS = 3
 
 
-class Captured:
+class RecordedStep:
     """A step that is run plainly a few times, then recorded in a graph that is replayed.
 
     The first calls train like all others, so nothing has to be undone. Recording only notes the kernels down;
