@@ -126,9 +126,8 @@ def prune(
       hap prune runs/dense.safetensors --params 0.3 --implant 0.2 \\
           --out runs/pruned.safetensors
       hap prune runs/dense.safetensors --flops 0.5 --criterion magnitude \\
-          --coupling union --out runs/half.safetensors
-      hap prune runs/dense.safetensors --latency 0.5 --backend onnxruntime \\
-          --threads 1 --device cpu --out runs/fast.safetensors
+          --per-cost --coupling union --repair refit --out runs/half.safetensors
+      hap prune runs/dense.safetensors --latency 0.5 --out runs/fast.safetensors
     """
     given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
     if latency is not None and distributed.processes() > 1:

@@ -75,10 +75,9 @@ def prune_(
 
     Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
     the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
-    share of the removed units to replace by 1x1 convolutions. `repair` mends what is left, without training, on the
-    inputs of `batches`: "refit" solves every layer anew against the dense model (see `hap.refit_`), "norms" estimates
-    the statistics of batch normalisations again, "compensate" adjusts what reads removed units. `compensate=True` is
-    an older way to ask for the last.
+    share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`,
+    without training: "refit" solves every layer anew (`hap.refit_`), "norms" estimates batch normalisations again,
+    "compensate" adjusts what reads removed units. `compensate=True` is an older name for that.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
     a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
@@ -86,8 +85,8 @@ def prune_(
     check_given(model, example)
     budget = Budget(params, flops, channels, latency, activations)
     batches = list(batches) if batches is not None else None
-    repair = repair or ("compensate" if compensate else None)
-    check_repair(repair, batches)
+    repair = "compensate" if compensate and repair is None else repair
+    check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
     with outside_inference(model):
         groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
         if (kind := as_implant(implant)) is not None and kind.needs_head_spaces:

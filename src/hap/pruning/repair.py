@@ -17,15 +17,15 @@ from hap.utils.module_tree import named_tensors
 REPAIRS = ("refit", "norms", "compensate")
 
 
-def check_repair(repair: str | None, batches: object) -> None:
-    """Refuse a repair that is not known, and one without the inputs that all of them need."""
+def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
+    """Refuse a repair that is not known, and one without the inputs that all need. `asked`: how it was named."""
     if repair is None:
         return
     seen = Argument("repair", repair, text="repair")
     if repair not in REPAIRS:
         raise HapError(seen, f" is {repair!r}; expected one of {', '.join(map(repr, REPAIRS))}, or None")
     if batches is None:
-        raise HapError(Argument("repair", repair), " needs batches, an iterable of (input, target)")
+        raise HapError(asked or Argument("repair", repair), " needs batches, an iterable of (input, target)")
 
 
 def apply_with_repair_(
