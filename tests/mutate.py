@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("src", "tests", "reproduction", "examples", "pyproject.toml", "conftest.py", "README.md", "LICENSE", "docs")
+COPIED = ("src", "tests", "reproduction", "examples", "benchmarks", "results", "docs")
+COPIED += ("pyproject.toml", "conftest.py", "README.md", "LICENSE")
 OTHER = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
