@@ -152,6 +152,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mutants.json"), help="where the outcome goes")
     options = parser.parse_args()
     root = options.root.resolve()
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    revision = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     files = [
         f for s in options.sources for f in (sorted((root / s).rglob("*.py")) if (root / s).is_dir() else [root / s])
     ]
@@ -181,7 +183,7 @@ def main() -> None:
             print(f"{outcome}: {mutant.file}:{mutant.line} {mutant.before!r} -> {mutant.after!r}", flush=True)
             counts = Counter(o["outcome"] for o in outcomes)
             record = {
-                "root": str(root),
+                "revision": revision,
                 "sources": options.sources,
                 "tests": options.tests,
                 "seed": options.seed,
