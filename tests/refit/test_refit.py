@@ -13,6 +13,7 @@ import hap
 from cases import CASES
 from checks import assert_unchanged, implantable, random_plan, run, snapshot, traced
 from hap.graph.nodes import short_name
+from hap.refit.fit import fit_layer
 from hap.refit.flow import LINEAR
 from hap.refit.graph_run import Graph, GraphRun
 from hap.refit.rows import LinearMap, at, by_axis
@@ -263,7 +264,27 @@ def test_what_does_not_belong_together_is_refused_and_nothing_changes() -> None:
     assert all(torch.equal(t, before[n]) for n, t in pruned.state_dict().items())
 
 
-def test_a_second_derivative_free_pipeline_of_five_lines() -> None:
+def test_an_error_on_the_way_undoes_the_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = Residual().eval()
+    x = torch.randn(64, 6)
+    plan = hap.draft(hap.trace(dense, x[:2]), {"a.0": [*range(12)]})
+    pruned = hap.apply_(copy.deepcopy(dense), plan, x[:2])
+    before, solved_before = copy.deepcopy(pruned.state_dict()), []
+
+    def failing(parameters: Any, *rest: Any) -> Any:
+        if parameters.layer.name == "head":
+            assert any(not torch.equal(t, before[n]) for n, t in pruned.state_dict().items())
+            raise hap.HapError("not finite")
+        solved_before.append(fit_layer(parameters, *rest))
+        return solved_before[-1]
+
+    monkeypatch.setattr("hap.refit.refit.fit_layer", failing)
+    with pytest.raises(hap.HapError, match="not finite"):
+        hap.refit_(pruned, dense, [(x, None)], plan)
+    assert solved_before and all(torch.equal(t, before[n]) for n, t in pruned.state_dict().items())
+
+
+def test_outputs_of_a_few_lines_come_much_nearer() -> None:
     """What the docs show."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()

@@ -100,16 +100,30 @@ def refit_(
         old = {name: tensor.detach().clone() for name, tensor in named_tensors(pruned).items()}
         outputs = calibration.outputs_before()
         found = []
-        for layer in track(calibration.work.layers, "refit", console=Console(stderr=True), disable=not show):
-            parameters = LayerParameters(layer, calibration.passes[0].graphs[0])
-            found.append(fit_layer(parameters, *calibration.rows(layer, parameters), ridges, rectified))
-            calibration.done(layer)
-        wanted = calibration.outputs(of_dense=True)
-        before, after = (_relative(these, wanted) for these in (outputs, calibration.outputs(of_dense=False)))
+        with _undone_on_failure(pruned, old):
+            for layer in track(calibration.work.layers, "refit", console=Console(stderr=True), disable=not show):
+                parameters = LayerParameters(layer, calibration.passes[0].graphs[0])
+                found.append(fit_layer(parameters, *calibration.rows(layer, parameters), ridges, rectified))
+                calibration.done(layer)
+            wanted = calibration.outputs(of_dense=True)
+            before, after = (_relative(these, wanted) for these in (outputs, calibration.outputs(of_dense=False)))
         if undone := not after <= before:
-            for name, tensor in named_tensors(pruned).items():
-                tensor.data.copy_(old[name])
+            _undo_(pruned, old)
     return Refit(tuple(found), calibration.work.left, before, before if undone else after, undone)
+
+
+def _undo_(pruned: nn.Module, old: dict[str, Tensor]) -> None:
+    for name, tensor in named_tensors(pruned).items():
+        tensor.data.copy_(old[name])
+
+
+@contextmanager
+def _undone_on_failure(pruned: nn.Module, old: dict[str, Tensor]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _undo_(pruned, old)
+        raise
 
 
 @contextmanager
@@ -139,12 +153,9 @@ def check_pair(pruned: nn.Module, dense: nn.Module, plan: Plan) -> None:
         plan.check_fits(dense)
     except HapError as error:
         raise HapError(f"dense is not the model that was pruned: {error}") from error
-    shorter, own = cut_tensors(dense, plan), named_tensors(pruned)
-    first = {id(tensor): name for name, tensor in reversed(named_tensors(dense).items())}
-    left = {
-        name: shorter.get(name, tensor) for name, tensor in named_tensors(dense).items() if first[id(tensor)] == name
-    }
-    for name, tensor in left.items():
+    whole, own = named_tensors(dense), named_tensors(pruned)
+    shorter = {id(whole[name]): tensor for name, tensor in cut_tensors(dense, plan).items()}
+    for name, tensor in ((name, shorter.get(id(tensor), tensor)) for name, tensor in whole.items()):
         if name not in own or own[name].shape != tensor.shape:
             raise HapError(f"{name} of the pruned model is not what the plan leaves: was it made by another plan?")
         if not torch.equal(own[name], tensor):
