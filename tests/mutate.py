@@ -2,7 +2,8 @@
 
 Draws small changes of the given modules: another comparison, one more or one less, `and` for `or`, a `not` dropped, a
 statement or a constant gone. Each is made in a copy of the tree, on which the given tests run with `-x -n 0`. What they
-do not notice has survived: a line without a test, or one that changes nothing. All go into a JSON file.
+do not notice has survived: a line without a test, or one that changes nothing. All go into a JSON file. Tests that fail
+on the unchanged code, as with another torch, are left out and named there.
 
 With `--root` another checkout is changed, of any layout, so that two revisions can be compared:
 `python tests/mutate.py --root ../old --sources src/hap/plans.py --tests tests/test_plan.py`.
@@ -22,8 +23,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -123,14 +127,40 @@ def mutated(text: str, index: int) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[str, str]:
+def command(tests: list[str], *options: str) -> list[str]:
+    plain = ["-n", "0", "-q", "--no-header", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *plain, *options, *tests]
+
+
+def environment(tree: Path) -> dict[str, str]:
+    paths = [str(tree / "src"), str(tree / "reproduction" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | own
+
+
+def failing(tree: Path, tests: list[str]) -> list[str]:
+    """Names of the tests that fail on the unchanged tree."""
+    ended = subprocess.run(
+        command(tests, "-rfE"), cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=3600
+    )
+    named = [line.split(" ")[1] for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if ended.returncode and not any("::" in name for name in named):
+        sys.exit(f"the tests do not run on the unchanged code: {(ended.stdout + ended.stderr)[-2000:]}")
+    return named
+
+
+def run_tests(tree: Path, tests: list[str], left_out: list[str], seconds: float) -> tuple[str, str]:
     """How the tests end on that tree: survived, killed or timed out; and which one noticed it."""
-    paths = [str(tree / "src"), str(tree / "reproduction" / "src")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    options = [f"--deselect={name}" for name in left_out]
     try:
-        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds)
+        ended = subprocess.run(
+            command(tests, "-x", *options),
+            cwd=tree,
+            env=environment(tree),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
     except subprocess.TimeoutExpired:
         return "timed out", ""
     if ended.returncode == 0:
@@ -139,63 +169,95 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[str, str]:
     return "killed", " ".join(named[:1]) or (ended.stdout + ended.stderr)[-300:]
 
 
+def try_mutant(tree: Path, mutant: Mutant, tests: list[str], left_out: list[str], seconds: float) -> dict[str, Any]:
+    """The change is made in `tree`, the tests run on it, and it is taken back."""
+    file, begun = tree / mutant.file, time.perf_counter()
+    text = file.read_text(encoding="utf-8")
+    file.write_text(mutated(text, mutant.index), encoding="utf-8")
+    try:
+        outcome, by = run_tests(tree, tests, left_out, seconds)
+    finally:
+        file.write_text(text, encoding="utf-8")
+    print(f"{outcome}: {mutant.file}:{mutant.line} {mutant.before!r} -> {mutant.after!r}", flush=True)
+    return {**asdict(mutant), "outcome": outcome, "by": by, "seconds": time.perf_counter() - begun}
+
+
+def copy_tree(root: Path, tree: Path) -> None:
+    for name in COPIED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+        elif (root / name).exists():
+            shutil.copy(root / name, tree / name)
+
+
+def revision_of(root: Path) -> str:
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Change the code and see whether tests notice.")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout; it is copied and left as it is")
+    parser.add_argument("--revision", help="of that checkout, where git cannot tell")
     parser.add_argument("--sources", nargs="+", required=True, help="files or folders of it that are changed")
     parser.add_argument("--tests", nargs="+", required=True, help="files or folders of it that are run")
     parser.add_argument("--count", type=int, default=40, help="how many changes")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--processes", type=int, default=1, help="how many changes are tried at a time")
     parser.add_argument(
         "--slowest", type=float, default=4.0, help="times the unchanged tests' time: more is a time-out"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/mutants.json"), help="where the outcome goes")
     options = parser.parse_args()
     root = options.root.resolve()
-    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    revision = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    revision = options.revision or revision_of(root)
     files = [
         f for s in options.sources for f in (sorted((root / s).rglob("*.py")) if (root / s).is_dir() else [root / s])
     ]
     found = [mutant for file in files for mutant in mutants_of(root, file)]
     drawn = random.Random(options.seed).sample(found, min(options.count, len(found)))
-    outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            if (root / name).is_dir():
-                shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-            elif (root / name).exists():
-                shutil.copy(root / name, tree / name)
+        trees: Queue[Path] = Queue()
+        for index in range(options.processes):
+            tree = Path(folder) / str(index)
+            tree.mkdir()
+            copy_tree(root, tree)
+            trees.put(tree)
+        left_out = failing(tree, options.tests)
         begun = time.perf_counter()
-        outcome, why = run_tests(tree, options.tests, 3600)
+        outcome, why = run_tests(tree, options.tests, left_out, 3600)
         alone = time.perf_counter() - begun
         if outcome != "survived":
             sys.exit(f"the tests fail on the unchanged code: {why}")
         print(f"{len(found)} changes in {len(files)} files; the unchanged tests take {alone:.1f} s", flush=True)
-        for mutant in drawn:
-            file, begun = tree / mutant.file, time.perf_counter()
-            text = file.read_text(encoding="utf-8")
-            file.write_text(mutated(text, mutant.index), encoding="utf-8")
-            outcome, by = run_tests(tree, options.tests, max(60.0, options.slowest * alone))
-            file.write_text(text, encoding="utf-8")
-            outcomes.append({**asdict(mutant), "outcome": outcome, "by": by, "seconds": time.perf_counter() - begun})
-            print(f"{outcome}: {mutant.file}:{mutant.line} {mutant.before!r} -> {mutant.after!r}", flush=True)
-            counts = Counter(o["outcome"] for o in outcomes)
-            record = {
-                "revision": revision,
-                "sources": options.sources,
-                "tests": options.tests,
-                "seed": options.seed,
-                "possible": len(found),
-                "drawn": len(drawn),
-                "seconds_unchanged": alone,
-                "counts": counts,
-                "mutants": outcomes,
-            }
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    print(dict(counts) if drawn else "nothing to change")
+
+        def on_a_free_tree(mutant: Mutant) -> dict[str, Any]:
+            tree = trees.get()
+            try:
+                return try_mutant(tree, mutant, options.tests, left_out, max(60.0, options.slowest * alone))
+            finally:
+                trees.put(tree)
+
+        outcomes: list[dict[str, Any]] = []
+        with ThreadPoolExecutor(options.processes) as pool:
+            for result in as_completed([pool.submit(on_a_free_tree, mutant) for mutant in drawn]):
+                outcomes.append(result.result())
+                record = {
+                    "revision": revision,
+                    "sources": options.sources,
+                    "tests": options.tests,
+                    "left_out": left_out,
+                    "seed": options.seed,
+                    "torch": version("torch"),
+                    "possible": len(found),
+                    "drawn": len(drawn),
+                    "seconds_unchanged": alone,
+                    "counts": Counter(o["outcome"] for o in outcomes),
+                    "mutants": outcomes,
+                }
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    print(dict(Counter(o["outcome"] for o in outcomes)) if drawn else "nothing to change")
 
 
 if __name__ == "__main__":
