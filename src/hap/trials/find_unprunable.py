@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,19 +15,15 @@ from hap.graph.capture import exporting
 from hap.graph.partition import touched
 from hap.groups.transformer_blocks import heads
 from hap.groups.types import SizeAttribute
+from hap.trials.find_size_attributes import SizeAttributeSearch, attribute_kind
 from hap.trials.removal_rounds import kind_of
 from hap.trials.repeated_blocks import NONE
 from hap.trials.run_round import RoundRunner, Subject, reasons
 from hap.verification.indistinguishable_heads import Rows, indistinguishable_heads
 
-AttributeKind = tuple[str, str, int, int]
-"""The name of a module without its numbers, and which attribute, entry and axis."""
-
 Found = tuple[list[str], list[SizeAttribute]]
 """Groups that do not fit, and the attributes that must follow all others."""
 
-MOST_CHOICES = 32
-"""How many choices of attributes are tried for a kind of group."""
 MOST_ATTEMPTS = 4
 """How often groups around a module that fails are left out before groups are tried kind by kind."""
 WEIGHT_SCALES = (1.0, 1e3)
@@ -100,7 +96,7 @@ class Search:
         self.subject, self.repeats, self.stack = subject, subject.repeats, stack
         self.runner = RoundRunner(subject)
         stack.callback(self.runner.reads.end)
-        self.groups, self.candidates = self.runner.groups, self.runner.attributes
+        self.groups, self.attributes = self.runner.groups, SizeAttributeSearch(self.runner, self.fits)
         self.able = [n for n in self.groups if self.runner.rounds[0].tried[n]]
         self.suspects = [n for n in self.able if np.isin(self.runner.reach[n], subject.sized).any()]
         self.settled: list[str] = []
@@ -114,7 +110,11 @@ class Search:
         if among is not None:
             return self._find_among(among), []
         misfits, followers = self._find()
-        return misfits, [*followers, *self._following_in_export(misfits, followers)]
+        if not self.runner.asked.heard:
+            return misfits, followers
+        self.settled, self.settled_followers = [], []
+        able = [n for n in self.able if n not in misfits]
+        return misfits, [*followers, *self.attributes.needed_in_export(able, followers, self.fits_in_export)]
 
     def _find(self) -> Found:
         """As many groups at once as work; the others kind by kind; and if that does not work for all, by halves."""
@@ -146,9 +146,9 @@ class Search:
 
     def with_repeats(self, misfits: list[str], followers: list[SizeAttribute]) -> Found:
         """These groups and attributes, and those that repeat them."""
-        known = {(x.module, *_attribute_kind(x)[1:]) for x in followers}
+        known = {(x.module, *attribute_kind(x)[1:]) for x in followers}
         pairs = [(x, self.repeats.original(x.module)) for x in self.subject.attributes]
-        others = [x for x, original in pairs if (original, *_attribute_kind(x)[1:]) in known]
+        others = [x for x, original in pairs if (original, *attribute_kind(x)[1:]) in known]
         return self._groups_with_repeats(misfits), [*followers, *others]
 
     def _groups_with_repeats(self, names: list[str]) -> list[str]:
@@ -160,8 +160,8 @@ class Search:
         """Groups that can lose units all at once, without those around modules that fail, and what follows them."""
         able = self.able
         for attempt in range(MOST_ATTEMPTS if able else 0):
-            counting = self._counting(*able)
-            if (needed := self._fewest(able, counting)) is not None:
+            counting = self.attributes.counting(*able)
+            if (needed := self.attributes.fewest(able, counting)) is not None:
                 return able, needed
             failed = self.failed
             if counting and attempt == 0 and self.fits(able, []):
@@ -180,9 +180,9 @@ class Search:
         """
         able: dict[str, list[SizeAttribute]] = {}
         for kin in self._kinds(names):
-            if (needed := self._needed_by(kin[0])) is not None:
-                kinds = set(map(_attribute_kind, needed))
-                found = {n: [x for x in self._counting(n) if _attribute_kind(x) in kinds] for n in kin}
+            if (needed := self.attributes.needed_by(kin[0])) is not None:
+                kinds = set(map(attribute_kind, needed))
+                found = {n: [x for x in self.attributes.counting(n) if attribute_kind(x) in kinds] for n in kin}
                 able |= found
                 followers = [*itertools.chain(*found.values())]
                 if len(kin) == 1 or self.fits(kin, followers, rounds=1):
@@ -215,51 +215,7 @@ class Search:
             first = self.groups[name].producers[0]
             whole = len(self.groups.axes[first.weight, first.dim]) == len(self.groups[name])
             kinds.setdefault((kind_of(name), whole), []).append(name)
-        return sorted(kinds.values(), key=lambda kin: len(self._counting(kin[0])))
-
-    # ---- which attributes follow ----------------------------------------------------------------------------
-
-    def _counting(self, *names: str) -> list[SizeAttribute]:
-        """The attributes that may count units of these groups."""
-        reach = self.runner.reached(names)
-        return [x for x in self.candidates if np.isin(x.classes, reach).any()]
-
-    def _fewest(self, names: list[str], followers: list[SizeAttribute]) -> list[SizeAttribute] | None:
-        """Without those that need not follow: a number may equal an axis's length by chance. None: nothing fits."""
-        for rounds in (1, None):
-            if not self.fits(names, followers, rounds):
-                return None
-            needed, spare = followers, list(dict.fromkeys(map(_attribute_kind, followers)))
-            for kinds in (spare, *([kind] for kind in spare if len(spare) > 1)):  # all at once, or one by one
-                fewer = [x for x in needed if _attribute_kind(x) not in kinds]
-                if len(fewer) < len(needed) and self.fits(names, fewer, rounds):
-                    needed = fewer
-            if self.fits(names, needed):
-                return needed
-        return None
-
-    def _needed_by(self, name: str) -> list[SizeAttribute] | None:
-        """The attributes that must follow this group. None: no choice of those that count its units works."""
-        choices = _choices(self._counting(name))
-        return next((needed for needed in choices if self.fits([name], needed, rounds=1)), None)
-
-    def _following_in_export(self, misfits: list[str], followers: list[SizeAttribute]) -> list[SizeAttribute]:
-        """Further attributes that have to follow where the model is exported, if it ever asks whether it is.
-
-        A forward may go another way then: the one that the graph shows, and that other inputs may take too. Nothing
-        follows if no choice of attributes works both ways.
-        """
-        if not self.runner.asked.heard:
-            return []
-        self.settled, self.settled_followers = [], []
-        able = [n for n in self.able if n not in misfits]
-        known = set(map(id, followers))
-        left = [x for x in self._counting(*able) if id(x) not in known]
-        for more in _choices(left) if left else ():
-            every = [*followers, *more]
-            if self.fits_in_export(able, every) and (not more or self.fits(able, every)):
-                return more
-        return []
+        return sorted(kinds.values(), key=lambda kin: len(self.attributes.counting(kin[0])))
 
     # ---- running --------------------------------------------------------------------------------------------
 
@@ -308,15 +264,3 @@ class Search:
             own = np.isin(classes[kept.get((weight, dim), slice(None))], group.classes)
             found.append((weight, dim, torch.from_numpy(np.flatnonzero(own))))
         return found
-
-
-def _choices(attributes: Sequence[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
-    """All of these attributes that are of some kinds, few kinds at a time first."""
-    kinds = list(dict.fromkeys(map(_attribute_kind, attributes)))
-    choices = itertools.chain.from_iterable(itertools.combinations(kinds, n) for n in range(len(kinds) + 1))
-    for some in itertools.islice(choices, MOST_CHOICES):
-        yield [x for x in attributes if _attribute_kind(x) in some]
-
-
-def _attribute_kind(x: SizeAttribute) -> AttributeKind:
-    return kind_of(x.module), x.attribute, x.entry, x.axis
