@@ -20,6 +20,7 @@ from torch import nn
 
 import hap
 from hap.data import Batch, Data, Split
+from hap.execution.calling import eval_mode
 from hap.refit import estimate_norms_
 from hap.utils.atomic_files import write_json
 from hap.workflow.provenance import provenance
@@ -77,6 +78,7 @@ def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
         "dense": before.accuracy,
         "accuracy": after.accuracy,
         "drop": before.accuracy - after.accuracy,
+        "divergence": divergence(model, original, data),
         "flops_left": plan.after.macs / plan.before.macs,
         "params_left": plan.after.params / plan.before.params,
         "examples": after.count,
@@ -84,6 +86,16 @@ def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
         **repaired,
         **provenance(),
     }
+
+
+def divergence(model: nn.Module, dense: nn.Module, data: Data) -> float:
+    """Mean Kullback-Leibler divergence of the model's probabilities from the dense model's, in nats per image."""
+    total = 0.0
+    with eval_mode(model), eval_mode(dense), torch.no_grad():
+        for x, _ in data.batches("test", 100):
+            ours, theirs = (m(x).log_softmax(1) for m in (model, dense))
+            total += float(F.kl_div(ours, theirs, reduction="sum", log_target=True))
+    return total / len(data.test)
 
 
 def _scored(batches: list[Batch]) -> list[Batch]:
@@ -108,13 +120,13 @@ def _repair_(
 
 def settings(choose: bool) -> Iterator[Setting]:
     """What is measured, the most telling first."""
+    if choose:
+        criteria = ("magnitude", "gate-curvature", "hessian", "bn-scale", "taylor", "random")
+        for per_cost, flops, criterion in itertools.product((True, False), BUDGETS, criteria):
+            yield Setting(flops, criterion, per_cost, images=1024)
+        return
     for flops in BUDGETS:
         yield Setting(flops)
-    if choose:
-        criteria = ("hessian", "gate-curvature", "bn-scale", "taylor", "random")
-        for criterion, flops, per_cost in itertools.product(criteria, BUDGETS, (True, False)):
-            yield Setting(flops, criterion, per_cost)
-        return
     for repair, flops in itertools.product(("none", "norms", "compensate"), BUDGETS):
         yield Setting(flops, repair=repair)
     for flops in BUDGETS:
