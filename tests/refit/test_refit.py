@@ -13,11 +13,11 @@ import hap
 from cases import CASES
 from checks import assert_unchanged, implantable, random_plan, run, snapshot, traced
 from hap.graph.nodes import short_name
-from hap.refit.fit import fit_layer
+from hap.refit.fit_layer import fit_layer
 from hap.refit.flow import LINEAR
 from hap.refit.graph_run import Graph, GraphRun
+from hap.refit.ridge_regression import Affine, Moments, RidgeSolver
 from hap.refit.rows import LinearMap, at, by_axis
-from hap.refit.solve import Affine, Moments, RidgeSolver
 
 
 def inputs_like(example: Any, count: int = 12) -> list[Any]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hap.execution.calibration import pointwise_fits
 from hap.execution.calling import random_example
+from hap.execution.gram_regression import pointwise_fits
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
 from hap.surgery.additions import build_implants

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calibration import grams, regress
+from hap.execution.gram_regression import grams, regress
 from hap.planning.plan import Cut, Plan
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hap.execution.calibration import pairs
 from hap.execution.calling import call_arguments, copied, eval_mode
+from hap.execution.gram_regression import pairs
 
 
 def estimate_norms_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:

@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from hap.graph.nodes import arguments, shape_of
 from hap.refit.flow import Layer, bias_name, channel_axis
 from hap.refit.graph_run import Graph
+from hap.refit.ridge_regression import Affine, Moments
 from hap.refit.rows import LinearMap, at, by_axis
-from hap.refit.solve import Affine, Moments
 
 LEAST_SCALE = 1e-6
 """A normalisation that scales a channel by less is taken as one that scales by so much: it can be undone then."""

@@ -12,12 +12,12 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calibration import pairs
 from hap.execution.calling import eval_mode
+from hap.execution.gram_regression import pairs
 from hap.execution.input_checks import outside_inference
 from hap.planning.plan import Plan
 from hap.refit.calibration import Calibration
-from hap.refit.fit import RIDGES, RefittedLayer, fit_layer
+from hap.refit.fit_layer import RIDGES, RefittedLayer, fit_layer
 from hap.refit.parameters import LayerParameters
 from hap.surgery.cut import cut_tensors
 from hap.surgery.rotate_heads import restore_, rotate_

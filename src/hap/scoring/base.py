@@ -20,8 +20,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calibration import pairs
 from hap.execution.calling import call_arguments, call_with, copied, differentiable
+from hap.execution.gram_regression import pairs
 from hap.groups.groups import Groups
 from hap.groups.types import Group, Ints, Producer
 from hap.utils import distributed

@@ -1,6 +1,7 @@
 """trace: from a model and an example to the groups of units that can be removed together.
 
-Every index of every parameter axis has a label, and those that share one fate are a class (`labels`). `trace.walk` lets
+Every index of every parameter axis has a label (`labels`); those that share one fate are a class (`label_classes`).
+`trace.walk` lets
 labels go through the captured graph, operator by operator, as the rules in `rules` say; these write through
 `context.RuleContext`. `build_groups` makes `Groups` of classes, and finds why something stays. `trace` puts this
 together and has removal tried (`hap.trials`).

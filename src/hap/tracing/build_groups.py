@@ -15,7 +15,8 @@ from hap.groups.transformer_blocks import heads
 from hap.groups.types import Frozen, Group, Ints, Producer, Rewiring, SizeAttribute, TracedCosts, Traits
 from hap.groups.unprunable_summary import layer_of
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import LabelStore, classes_of_produced, concatenated, long_axes, varying_axes
+from hap.tracing.label_classes import classes_of_produced
+from hap.tracing.labels import LabelStore, concatenated, long_axes, varying_axes
 from hap.tracing.rules.registry import NO_RULE, RULES
 from hap.tracing.rules.structural import structural
 from hap.tracing.training_branches import ALONE

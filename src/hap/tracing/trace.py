@@ -23,7 +23,8 @@ from hap.groups.groups import Groups
 from hap.groups.types import OutputScatter, SizeAttribute
 from hap.tracing.build_groups import OUTPUT, GroupsBuilder
 from hap.tracing.context import RuleContext
-from hap.tracing.labels import LabelStore, classes_of_labels, zeros
+from hap.tracing.label_classes import classes_of_labels
+from hap.tracing.labels import LabelStore, zeros
 from hap.tracing.rules.registry import apply
 from hap.tracing.training_branches import ALONE, TrainingOnly, branch_of, training_only, warn_of_idle
 from hap.trials.find_unprunable import find_unprunable

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hap.errors import HapError
-from hap.execution.calibration import pairs
 from hap.execution.calling import eval_mode
+from hap.execution.gram_regression import pairs
 from hap.planning.budget import Budget
 from hap.planning.cost import cost
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hap.errors import HapError
 from hap.refit.calibration import Rows
 from hap.refit.parameters import LayerParameters
-from hap.refit.solve import Affine, Moments, RidgeSolver
+from hap.refit.ridge_regression import Affine, Moments, RidgeSolver
 from hap.utils import distributed
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
