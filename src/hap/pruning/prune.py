@@ -24,7 +24,8 @@ from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.repair import apply_with_repair_, check_repair
-from hap.scoring import Criterion, score
+from hap.pruning.rounds import check_rounds, plan_in_rounds
+from hap.scoring import Criterion, Scores, score
 from hap.scoring.base import Loss
 from hap.tracing.trace import trace, trace_captured
 from hap.utils.module_tree import named_tensors
@@ -64,6 +65,7 @@ def prune_(
     per_cost: bool = False,
     compensate: bool = False,
     repair: str | None = None,
+    rounds: int = 1,
     verify: bool = True,
 ) -> Plan:
     """Prune a trained `model`, which is in eval mode, in place. If anything fails, it is left as it was.
@@ -77,7 +79,8 @@ def prune_(
     the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
     share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`,
     without training: "refit" solves every layer anew (`hap.refit_`), "norms" estimates batch normalisations again,
-    "compensate" adjusts what reads removed units. `compensate=True` is an older name for that.
+    "compensate" adjusts what reads removed units. `compensate=True` is an older name for that. With several `rounds` a
+    part of the units goes, what is left is repaired, and scores are taken anew; the plan is one on the dense model.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
     a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
@@ -87,19 +90,27 @@ def prune_(
     batches = list(batches) if batches is not None else None
     repair = "compensate" if compensate and repair is None else repair
     check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
+    kind = as_implant(implant)
+    check_rounds(rounds, budget, kind)
     with outside_inference(model):
         groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
-        if (kind := as_implant(implant)) is not None and kind.needs_head_spaces:
+        if kind is not None and kind.needs_head_spaces:
             groups = narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
-        scores = score(model, groups, batches, loss, criterion)
-        if budget.latency is None:
-            chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
-        else:
+
+        def score_again(this: nn.Module) -> Scores:
+            return score(this, groups, batches, loss, criterion)
+
+        def choose(scores: Scores, budget: Budget, last: bool) -> Plan:
+            placed = implant if last else None
+            if budget.latency is None:
+                return plan(groups, scores, budget, placed, limits, per_cost=per_cost)
             how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
-            chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, **how).plan
+            return plan_for_latency(model, groups, scores, example, budget, placed, limits, **how).plan
+
+        chosen, start = plan_in_rounds(model, score_again, choose, budget, rounds, batches, repair)
         if view is not None and verify:
             check_parts(model, view, chosen, example)
-        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair)
+        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, start)
     _warn_of_much(groups, view, chosen)
     return chosen
 

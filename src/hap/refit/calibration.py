@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calling import call_arguments
+from hap.execution.windows import draw_positions
 from hap.planning.plan import Plan
 from hap.refit.flow import Layer, Work, plan_work
 from hap.refit.graph_run import Graph, GraphRun
 from hap.refit.parameters import LayerParameters
-from hap.refit.rows import at, draw_positions
+from hap.refit.rows import at
 
 FOLDS = 4
 """One sample of so many is held out."""
