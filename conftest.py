@@ -6,13 +6,22 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import hap
-
-torch.set_num_threads(1)
 gc.disable()  # until the tests begin: what is imported stays
+
+
+def pytest_collectstart() -> None:
+    """torch is imported here and below alone: the process that hands tests out to others runs none, and does without."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@cache
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,7 +36,10 @@ def _nothing_old_to_collect() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    """As torch.manual_seed, which without a GPU notes down the whole stack, for the day on which there is one."""
+    import torch
+
+    (torch.manual_seed if _cuda() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)
@@ -42,4 +54,9 @@ def _translations_to_onnx_are_read_once() -> None:
 @pytest.fixture(autouse=True)
 def _names_in_examples(doctest_namespace: dict[str, Any]) -> None:
     """An example in a docstring of hap starts from these names, as the docs do."""
+    import torch
+    from torch import nn
+
+    import hap
+
     doctest_namespace.update(hap=hap, torch=torch, nn=nn)
