@@ -11,10 +11,40 @@ gc.disable()  # until the tests begin: what is imported stays
 
 
 def pytest_collectstart() -> None:
-    """torch is imported here and below alone: the process that hands tests out to others runs none, and does without."""
+    """torch is imported here and below alone: the process that hands tests out runs none, and does without."""
     import torch
 
     torch.set_num_threads(1)
+
+
+ON_THE_WHOLE_TABLE = (
+    *("tests/execution/test_masked_execution.py", "tests/implants/", "tests/io/test_checkpoint.py", "tests/planning/"),
+    *("tests/pruning/test_apply.py", "tests/refit/", "tests/tracing/test_trace.py"),
+)
+"""Tests that trace all networks of tests/cases.py."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with much work come first, so that the processes end at about the same time."""
+    folders = ("reproduction/", "tests/", "src/")
+
+    def place(item: pytest.Item) -> int:
+        on_table = item.nodeid.startswith(ON_THE_WHOLE_TABLE)
+        return -1 if on_table else next((i for i, x in enumerate(folders) if item.nodeid.startswith(x)), 3)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a file, and one all tests on the whole table: what they share, they share there."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "table" if nodeid.startswith(ON_THE_WHOLE_TABLE) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @cache
