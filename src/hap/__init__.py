@@ -60,8 +60,8 @@ __version__ = "0.1.0"
 __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateCurvature",
     "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank",
-    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit", "Reversed", "Scores",
-    "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft",
+    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit", "Reversed",
+    "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft",
     "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts", "plan",
     "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "refit_", "rewrite", "rules",
     "save", "score", "trace", "train", "zoo",

@@ -18,14 +18,12 @@ from hap.groups.types import Frozen
 from hap.groups.unprunable_summary import layer_of, nothing_in_words, share_unprunable
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
-from hap.planning.choose_units import plan
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
-from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.repair import apply_with_repair_, check_repair
-from hap.pruning.rounds import check_rounds, plan_in_rounds
-from hap.scoring import Criterion, Scores, score
+from hap.pruning.rounds import Choice, check_rounds, plan_in_rounds
+from hap.scoring import Criterion
 from hap.scoring.base import Loss
 from hap.tracing.trace import trace, trace_captured
 from hap.utils.module_tree import named_tensors
@@ -96,18 +94,8 @@ def prune_(
         groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
         if kind is not None and kind.needs_head_spaces:
             groups = narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
-
-        def score_again(this: nn.Module) -> Scores:
-            return score(this, groups, batches, loss, criterion)
-
-        def choose(scores: Scores, budget: Budget, last: bool) -> Plan:
-            placed = implant if last else None
-            if budget.latency is None:
-                return plan(groups, scores, budget, placed, limits, per_cost=per_cost)
-            how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
-            return plan_for_latency(model, groups, scores, example, budget, placed, limits, **how).plan
-
-        chosen, start = plan_in_rounds(model, score_again, choose, budget, rounds, batches, repair)
+        how = batches, loss, criterion, kind, limits, per_cost, backend, threads
+        chosen, start = plan_in_rounds(Choice(model, groups, example, *how), budget, rounds, repair)
         if view is not None and verify:
             check_parts(model, view, chosen, example)
         apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, start)

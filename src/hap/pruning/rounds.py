@@ -1,49 +1,67 @@
 """Several rounds: a part of the units goes, what is left is repaired, and scores are taken anew."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hap.errors import Argument, HapError
+from hap.groups.groups import Groups
 from hap.implants import Implant
-from hap.planning.budget import Budget
+from hap.planning.budget import Budget, Limits
+from hap.planning.choose_units import plan
 from hap.planning.plan import Plan
+from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.repair import repaired_copy
-from hap.scoring import Scores
+from hap.scoring import Criterion, Scores, score
+from hap.scoring.base import Loss
 from hap.surgery.cut import masked_copy
 
-ScoreModel = Callable[[nn.Module], Scores]
-Choose = Callable[[Scores, Budget, bool], Plan]
-"""From scores and a budget to a plan; whether it is the last round, in which implants are placed."""
+
+@dataclass(frozen=True)
+class Choice:
+    """How the units that go are chosen: what `hap.score`, `hap.plan` and `hap.plan_for_latency` are asked for."""
+
+    model: nn.Module
+    groups: Groups
+    example: Any
+    batches: list[Any] | None
+    loss: Loss | None
+    criterion: Criterion | str
+    implant: Implant | None
+    limits: Limits
+    per_cost: bool
+    backend: str = "eager"
+    threads: int | None = None
+
+    def scores(self, model: nn.Module) -> Scores:
+        return score(model, self.groups, self.batches, self.loss, self.criterion)
+
+    def plan(self, scores: Scores, budget: Budget, implant: Implant | None) -> Plan:
+        if budget.latency is None:
+            return plan(self.groups, scores, budget, implant, self.limits, per_cost=self.per_cost)
+        how: dict[str, Any] = {"per_cost": self.per_cost, "backend": self.backend, "threads": self.threads}
+        given = self.model, self.groups, scores, self.example, budget, implant, self.limits
+        return plan_for_latency(*given, **how).plan
 
 
-def plan_in_rounds(
-    model: nn.Module,
-    score: ScoreModel,
-    choose: Choose,
-    budget: Budget,
-    rounds: int,
-    batches: list[Any] | None,
-    repair: str | None,
-) -> tuple[Plan, nn.Module | None]:
+def plan_in_rounds(choice: Choice, budget: Budget, rounds: int, repair: str | None) -> tuple[Plan, nn.Module | None]:
     """The plan of the last round, on the dense model, and a model of the dense shape with the values to start from.
 
     After each round but the last, the pruned and repaired network is written back into the dense shape, with zeros for
-    what is gone, and scored again. Its budgets fall by the same factor each; the last one is `budget` itself.
+    what is gone, and scored again. Its budgets fall by the same factor each; the last one is `budget` itself. Implants
+    are placed in the last round.
     """
     start: nn.Module | None = None
     gone: dict[str, list[int]] = {}
-    for number in range(1, rounds + 1):
-        last = number == rounds
-        scores = below_all(score(model if start is None else start), gone)
-        plan = choose(scores, budget if last else _share(budget, number / rounds), last)
-        if not last:
-            repaired = repaired_copy(model, plan, batches, repair, start)
-            start, gone = masked_copy(model, repaired, plan), plan.removed
-    return plan, start
+    for number in range(1, rounds):
+        scores = below_all(choice.scores(start or choice.model), gone)
+        made = choice.plan(scores, _share(budget, number / rounds), None)
+        repaired = repaired_copy(choice.model, made, choice.batches, repair, start)
+        start, gone = masked_copy(choice.model, repaired, made), made.removed
+    scores = below_all(choice.scores(start or choice.model), gone)
+    return choice.plan(scores, budget, choice.implant), start
 
 
 def check_rounds(rounds: int, budget: Budget, implant: Implant | None) -> None:
@@ -53,7 +71,9 @@ def check_rounds(rounds: int, budget: Budget, implant: Implant | None) -> None:
         why = " takes one round, since it is met by timing copies; ask for "
         raise HapError(Argument("latency", budget.latency), why, Argument("flops"), " instead, or leave out rounds")
     if rounds > 1 and implant is not None and implant.needs_head_spaces:
-        raise HapError(f"{type(implant).__name__} turns heads of the dense model, which takes one round; leave out rounds")
+        raise HapError(
+            f"{type(implant).__name__} turns heads of the dense model, which takes one round; leave out rounds"
+        )
 
 
 def below_all(scores: Scores, gone: dict[str, list[int]]) -> Scores:

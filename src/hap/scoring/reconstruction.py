@@ -5,10 +5,11 @@ Equation 5 of the paper, w_p^T (H_pp - H_pl H_ll^-1 H_lp) w_p, for one layer: it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -43,7 +44,7 @@ class Reconstruction(Criterion):
     batches' targets are not looked at.
     """
 
-    levels: Criterion = Magnitude()
+    levels: Criterion = field(default_factory=Magnitude)
     positions: int = 8192
     seed: int = 0
 
@@ -69,6 +70,8 @@ class Reconstruction(Criterion):
 def _readers(problem: ScoringContext, group: Group) -> list[Producer]:
     """What reads a group, if least squares can solve all of it, and each unit has as many inputs there."""
     groups, modules = problem.groups, dict(problem.model.named_modules())
+    if np.isin(group.classes, groups.feeds).any():  # a sum with others, or a part of one
+        return []
     found = list(readers(groups, group))
     for reader in found:
         owned = torch.from_numpy(reader.unit[reader.unit >= 0])
@@ -80,7 +83,7 @@ def _readers(problem: ScoringContext, group: Group) -> list[Producer]:
 
 
 def _placed(levels: Tensor, order: list[int]) -> Tensor:
-    """The same values, the lowest at the unit that goes first."""
+    """These values in another order: the lowest at the unit that goes first."""
     values = torch.empty_like(levels)
     values[torch.tensor(order, device=levels.device)] = levels.sort().values
     return values
@@ -89,9 +92,7 @@ def _placed(levels: Tensor, order: list[int]) -> Tensor:
 # ---- moments -------------------------------------------------------------------------------------------------
 
 
-def _moments(
-    problem: ScoringContext, weights: set[str], positions: int, seed: int
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _moments(problem: ScoringContext, weights: set[str], positions: int, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     """For the layer of each weight: the covariance of its inputs, and what a batch normalisation behind it multiplies
     its results by."""
     check_mode(problem.model)
@@ -106,11 +107,11 @@ def _moments(
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         sums[weight] = sums.get(weight, 0) + rows.T @ rows
 
-    def note(weight: str, module: nn.Module, args: Any, output: Tensor) -> None:
+    def note(weight: str, module: Any, args: Any, output: Tensor) -> None:
         scales[weight] = output.new_ones(len(module.weight), dtype=torch.float64)
         returned[id(output)] = weight, output  # held, so that no other tensor has its id
 
-    def norm(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def norm(module: Any, args: tuple[Any, ...]) -> None:
         if args and id(args[0]) in returned and module.running_var is not None:
             scale = (module.running_var.double() + module.eps).rsqrt()
             scales[returned[id(args[0])][0]] = scale if module.weight is None else scale * module.weight.double()
