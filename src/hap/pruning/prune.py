@@ -22,7 +22,7 @@ from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.repair import apply_with_repair_, check_repair
-from hap.pruning.rounds import Choice, check_rounds, plan_in_rounds
+from hap.pruning.prune_in_rounds import Choice, check_rounds, plan_in_rounds
 from hap.scoring import Criterion
 from hap.scoring.base import Loss
 from hap.tracing.trace import trace, trace_captured
