@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_latency import plan_for_latency
-from hap.pruning.repair import apply_with_repair_, check_repair
-from hap.scoring import Criterion, score
+from hap.pruning.repair import apply_with_repair_, check_repair, repair_asked
+from hap.scoring import Criterion, Scores, score
 from hap.scoring.base import Loss
 from hap.tracing.trace import trace, trace_captured
 from hap.utils.module_tree import named_tensors
@@ -64,6 +64,8 @@ def prune_(
     per_cost: bool = False,
     compensate: bool = False,
     repair: str | None = None,
+    minutes: float | None = None,
+    augment: Callable[[Any], Any] | None = None,
     verify: bool = True,
 ) -> Plan:
     """Prune a trained `model`, which is in eval mode, in place. If anything fails, it is left as it was.
@@ -76,8 +78,9 @@ def prune_(
     Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
     the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
     share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`,
-    without training: "refit" solves every layer anew (`hap.refit_`), "norms" estimates batch normalisations again,
-    "compensate" adjusts what reads removed units. `compensate=True` is an older name for that.
+    without labels: "refit" solves every layer anew (`hap.refit_`), "distil" then trains for `minutes` (`hap.distil_`,
+    with `augment`), "norms" estimates batch normalisations again, "compensate" adjusts what reads removed units.
+    `minutes` alone means "distil", `compensate=True` "compensate".
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
     a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
@@ -85,23 +88,28 @@ def prune_(
     check_given(model, example)
     budget = Budget(params, flops, channels, latency, activations)
     batches = list(batches) if batches is not None else None
-    repair = "compensate" if compensate and repair is None else repair
+    repair = repair_asked(repair, compensate, minutes)
     check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
     with outside_inference(model):
         groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
         if (kind := as_implant(implant)) is not None and kind.needs_head_spaces:
             groups = narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
         scores = score(model, groups, batches, loss, criterion)
-        if budget.latency is None:
-            chosen = plan(groups, scores, budget, implant, limits, per_cost=per_cost)
-        else:
-            how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
-            chosen = plan_for_latency(model, groups, scores, example, budget, implant, limits, **how).plan
+        how: dict[str, Any] = {"per_cost": per_cost, "backend": backend, "threads": threads}
+        chosen = _chosen(model, groups, scores, example, budget, implant, limits, **how)
         if view is not None and verify:
             check_parts(model, view, chosen, example)
-        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair)
+        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, minutes, augment)
     _warn_of_much(groups, view, chosen)
     return chosen
+
+
+def _chosen(
+    model: nn.Module, groups: Groups, scores: Scores, example: Any, budget: Budget, *bounds: Any, **how: Any
+) -> Plan:
+    if budget.latency is None:
+        return plan(groups, scores, budget, *bounds, per_cost=how["per_cost"])
+    return plan_for_latency(model, groups, scores, example, budget, *bounds, **how).plan
 
 
 def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:

@@ -1,10 +1,11 @@
 """What is done, without training, about the error that pruning leaves: beside `apply_`, by name."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from hap.distil import check_minutes, distil_
 from hap.errors import Argument, HapError
 from hap.execution.fast_copy import copy_with
 from hap.planning.plan import Plan
@@ -14,7 +15,18 @@ from hap.refit import estimate_norms_, refit_
 from hap.surgery.rotate_heads import restored_on_failure, values_of
 from hap.utils.module_tree import named_tensors
 
-REPAIRS = ("refit", "norms", "compensate")
+REPAIRS = ("refit", "norms", "compensate", "distil")
+
+
+def repair_asked(repair: str | None, compensate: bool, minutes: float | None) -> str | None:
+    """The name of the repair: minutes are for distillation, and `compensate` is an older name."""
+    if minutes is None:
+        return repair or ("compensate" if compensate else None)
+    check_minutes(minutes)
+    if compensate or repair not in (None, "distil"):
+        seen = Argument("repair", repair or "compensate", text="repair")
+        raise HapError(seen, f" is {repair or 'compensate'!r}, which takes no minutes; they are for 'distil'")
+    return "distil"
 
 
 def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
@@ -29,11 +41,19 @@ def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
 
 
 def apply_with_repair_(
-    model: nn.Module, plan: Plan, example: Any, verify: bool, batches: Iterable[Any] | None, repair: str | None
+    model: nn.Module,
+    plan: Plan,
+    example: Any,
+    verify: bool,
+    batches: Iterable[Any] | None,
+    repair: str | None,
+    minutes: float | None = None,
+    augment: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
     """Carry out a plan in place, and repair what is left on the inputs of `batches`. All or nothing.
 
-    Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "norms" estimates the
+    Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "distil" then trains
+    for `minutes` towards the dense outputs (`hap.distil_`, which also takes `augment`), "norms" estimates the
     statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`).
     Returns: the model.
     """
@@ -46,10 +66,12 @@ def apply_with_repair_(
             return apply_(compensate_(model, plan, batches), plan, example, verify, batches)
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     repaired = apply_(copy_with(model, own), plan, verify=False, batches=batches)
-    if repair == "refit":
-        refit_(repaired, model, batches, plan)
-    else:
+    if repair == "norms":
         estimate_norms_(repaired, batches)
+    else:
+        refit_(repaired, model, batches, plan)
+    if repair == "distil":
+        distil_(repaired, model, batches, minutes, augment=augment)
     values = {name: tensor.detach() for name, tensor in named_tensors(repaired).items()}
     apply_(model, plan, example, verify, batches)
     for name, tensor in named_tensors(model).items():
