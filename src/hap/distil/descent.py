@@ -64,7 +64,7 @@ def next_number(values: dict[int, float]) -> int | None:
 
 
 class Descent:
-    """A pruned model on its way to what the dense one returns, in eval mode, by AdamW. `look` is told of progress.
+    """A pruned model on its way to what the dense one returns, in eval mode, by Adam. `tell` hears of progress.
 
     `history` holds the share of the budget that was used at each look, and the objective on what is held out.
     """
