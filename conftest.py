@@ -6,13 +6,52 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import hap
-
-torch.set_num_threads(1)
 gc.disable()  # until the tests begin: what is imported stays
+
+
+def pytest_collectstart() -> None:
+    """torch is imported here and below alone: the process that hands tests out runs none, and does without."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+ON_THE_WHOLE_TABLE = (
+    *("tests/execution/test_masked_execution.py", "tests/implants/", "tests/io/test_checkpoint.py", "tests/planning/"),
+    *("tests/pruning/test_apply.py", "tests/refit/", "tests/tracing/test_trace.py"),
+)
+"""Tests that trace all networks of tests/cases.py."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with much work come first, so that the processes end at about the same time."""
+    folders = ("reproduction/", "tests/", "src/")
+
+    def place(item: pytest.Item) -> int:
+        on_table = item.nodeid.startswith(ON_THE_WHOLE_TABLE)
+        return -1 if on_table else next((i for i, x in enumerate(folders) if item.nodeid.startswith(x)), 3)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a file, and one all tests on the whole table: what they share, they share there."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "table" if nodeid.startswith(ON_THE_WHOLE_TABLE) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
+
+
+@cache
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,7 +66,10 @@ def _nothing_old_to_collect() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    """As torch.manual_seed, which without a GPU notes down the whole stack, for the day on which there is one."""
+    import torch
+
+    (torch.manual_seed if _cuda() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)
@@ -42,4 +84,9 @@ def _translations_to_onnx_are_read_once() -> None:
 @pytest.fixture(autouse=True)
 def _names_in_examples(doctest_namespace: dict[str, Any]) -> None:
     """An example in a docstring of hap starts from these names, as the docs do."""
+    import torch
+    from torch import nn
+
+    import hap
+
     doctest_namespace.update(hap=hap, torch=torch, nn=nn)

@@ -23,6 +23,7 @@ import hap
 from cases import CASES
 from hap.graph.capture import Captured, capture
 from hap.groups.groups import Groups
+from hap.planning.cost import CostModel
 from hap.tracing.trace import trace_captured
 from hap.utils.gc_pause import gc_paused
 
@@ -217,14 +218,13 @@ def reachable(groups: Groups, kind: str, fractions: Iterable[float]) -> list[flo
 def check_pruned(model: nn.Module, groups: Groups, plan: hap.Plan, example: Any, tolerance: float = 1e-10) -> nn.Module:
     """Promises 1 and 2 on one plan: pruned = masked, planned = counted, attributes true. Returns the pruned copy."""
     pruned = hap.apply_(copied(model), plan, example=example, verify=True)
-    seen = run(pruned, example)
+    seen = check_attributes(pruned, example)
     wanted = reference(model, groups, plan, pruned, example)
     if plan.exact:
         assert gap(wanted, seen) <= tolerance
     else:
         assert [x.shape for x in wanted] == [x.shape for x in seen]
     check_cost(pruned, plan.after, example)
-    check_attributes(pruned, example)
     return pruned
 
 
@@ -234,10 +234,10 @@ def check_cost(model: nn.Module, planned: Any, example: Any) -> None:
     assert counted.params == sum(p.numel() for p in model.parameters())
 
 
-def check_attributes(model: nn.Module, example: Any) -> None:
-    """The integers of every module agree with its tensors, and with what really flows in."""
+def check_attributes(model: nn.Module, example: Any) -> list[Any]:
+    """The integers of every module agree with its tensors, and with what really flows in. Returns the outputs."""
     hooks = [m.register_forward_pre_hook(_check_input) for m in model.modules()]
-    run(model, example)
+    outputs = run(model, example)
     for hook in hooks:
         hook.remove()
     for name, module in model.named_modules():
@@ -259,6 +259,7 @@ def check_attributes(model: nn.Module, example: Any) -> None:
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             size = _norm_size(module)
             assert all(tuple(t.shape) == size for t in tensors if t.ndim), name
+    return outputs
 
 
 def _norm_size(module: Any) -> tuple[int, ...]:
@@ -287,11 +288,12 @@ def check_tight(groups: Groups, plan: hap.Plan, budget: hap.Budget) -> None:
     """Promise 2: the budget is met, and keeping any one unit more would not meet it."""
     target = np.array(list(budget.given.values())) * budget.of(plan.before)
     assert (budget.of(plan.after) <= target * (1 + 1e-12)).all()
+    cost = CostModel(groups if plan.implant is None else plan.implant.prepared(groups), plan.implant)
     for name in groups:
         for unit in plan.removed[name] + plan.implanted[name]:
             removed = plan.removed | {name: [u for u in plan.removed[name] if u != unit]}
             implanted = plan.implanted | {name: [u for u in plan.implanted[name] if u != unit]}
-            more = hap.draft(groups, removed, implanted, plan.implant)
+            more = hap.draft(groups, removed, implanted, plan.implant, cost)
             assert (budget.of(more.after) > target).any(), f"{name}[{unit}] would still fit"
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ import hap
 from hap.cli import app
 from hap.data import Data, Split
 from hap.io.checkpoint import load, read, save
+from hap.models import ModelInfo
+from hap.models.cifar_resnet import CifarResNet
 from hap.utils.atomic_files import digest, write_json
 from hap.workflow.config import PruneStep
 from hap.workflow.networks import new_network
@@ -31,6 +35,15 @@ from hap_reproduction.cifar10.starting import BorrowedStep, EigenStep, open_star
 from hap_reproduction.files import locked
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_networks() -> Iterator[None]:
+    """Two networks of the zoo with all that ResNet20 has, several blocks on a stream among it, in fewer layers."""
+    depths = {"small": (2, 1, 1), "smaller": (1, 1, 1)}
+    entries = {name: ModelInfo(name, partial(CifarResNet, depth, (16, 32, 64))) for name, depth in depths.items()}
+    with mock.patch.dict(hap.models._ZOO, entries):
+        yield
 
 
 @pytest.fixture
@@ -56,8 +69,8 @@ def make_jobs(epochs: int = 2) -> list[Job]:
         "half", flops=0.5, params=0.3, criterion="magnitude", coupling="union", implant=0.2, implant_init="zero"
     )
     return [
-        Job("dense", "resnet20", recipe, ("tables",)),
-        Job("pruned", "resnet20", recipe, ("tables", "rows"), dense="dense", prune=prune),
+        Job("dense", "small", recipe, ("tables",)),
+        Job("pruned", "small", recipe, ("tables", "rows"), dense="dense", prune=prune),
     ]
 
 
@@ -118,7 +131,7 @@ def test_a_network_is_pruned_in_steps(data: Data, folders: Folders) -> None:
     assert record["start_sha256"] == digest(folders.network("pruned"))
     folders.result("further").unlink()
     replaced = folders.network("pruned").read_bytes()
-    save(folders.network("pruned"), load(folders.network("pruned"), new_network("resnet20", 10)).float(), plans[0])
+    save(folders.network("pruned"), load(folders.network("pruned"), new_network("small", 10)).float(), plans[0])
     with pytest.raises(hap.HapError, match="from another network than the pruned that is there now"):
         work_off([second], data, folders, say=quiet)
     folders.network("pruned").write_bytes(replaced)
@@ -139,7 +152,7 @@ def test_what_was_pruned_from_another_dense_network_is_not_taken_up(data: Data, 
     assert any("dense has a result, but its network is gone" in text for text in said)
     work_off([dense], data, folders, say=quiet)
     folders.network(dense.name).write_bytes(was)
-    model = open_started(folders.network(dense.name), "resnet20", 10)
+    model = open_started(folders.network(dense.name), "small", 10)
     torch.nn.init.normal_(model.conv1.weight)
     hap.save(folders.network(dense.name), model)
     (folders.work / "aside").rename(folders.started(job.name))
@@ -185,7 +198,7 @@ def test_budgets_that_rank_by_the_same_scores_score_once_and_others_anew(
 def put_dense(folders: Folders) -> None:
     """A dense network as a finished job leaves it."""
     torch.manual_seed(0)
-    hap.save(folders.network("dense"), hap.models.build("resnet20"))
+    hap.save(folders.network("dense"), hap.models.build("small"))
     write_json(folders.result("dense"), {})
 
 
@@ -197,7 +210,7 @@ def test_jobs_wait_for_their_dense_network_and_leave_results(data: Data, folders
     result = json.loads(folders.result("pruned").read_text())
     assert status(jobs, folders)["done"] == ["dense", "pruned"]
     assert result["macs_left"] <= 0.5 and result["params_left"] <= 0.3
-    model = hap.load(folders.network("pruned"), hap.models.build("resnet20"))
+    model = hap.load(folders.network("pruned"), hap.models.build("small"))
     assert hap.evaluate(model, data).accuracy == result["accuracy_in_half_precision"]
     assert hap.cost(model, torch.zeros(1, 3, 8, 8)).params == result["params"]
 
@@ -255,7 +268,7 @@ def test_both_forms_of_training_lead_to_the_same_result(data: Data, folders: Fol
         assert not place.result(job.name).exists()
         work_off([job], data, place, say=quiet, manner=SideBySide(masked_from=masked_from))
         results[form] = json.loads(place.result(job.name).read_text())
-        networks[form] = hap.load(place.network(job.name), hap.models.build("resnet20")).state_dict()
+        networks[form] = hap.load(place.network(job.name), hap.models.build("small")).state_dict()
     trimmed, pruned = results["trimmed"], results["pruned"]
     assert (trimmed["trained"], pruned["trained"]) == ("trimmed", "pruned")
     assert sum(implanted for _, implanted, _ in trimmed["units"].values()) > 0
@@ -301,7 +314,7 @@ def test_eigendamage_is_a_job_like_any_other(data: Data, folders: Folders) -> No
     result = json.loads(folders.result("eigen").read_text())
     assert result["prune"]["criterion"] == "eigendamage" and result["ranks"] and result["units"] is None
     assert 0.4 < result["params_left"] <= 0.5 and result["trained"] == "pruned"
-    model = open_started(folders.network("eigen"), "resnet20", 10)
+    model = open_started(folders.network("eigen"), "small", 10)
     assert hap.evaluate(model, data).accuracy == result["accuracy_in_half_precision"]
 
 
@@ -309,12 +322,12 @@ def test_a_plan_of_another_library_is_waited_for_and_carried_out(data: Data, fol
     put_dense(folders)
     job = replace(make_jobs(1)[1], name="b", prune=BorrowedStep("theirs", 0.95, "taylor"))
     assert pending([job], folders) == []
-    removed = {"layer1.0.conv1": [0, 3, 5], "layer3.2.conv1": list(range(40))}
+    removed = {"layer1.0.conv1": [0, 3, 5], "layer3.0.conv1": list(range(40))}
     write_json(folders.plans / "theirs.json", {"coupling": "joint", "removed": removed})
     work_off([job], data, folders, say=quiet)
     result = json.loads(folders.result("b").read_text())
     assert result["trained"] == "trimmed"
-    assert result["units"]["layer1.0.conv1"] == [13, 0, 3] and result["units"]["layer3.2.conv1"] == [24, 0, 40]
+    assert result["units"]["layer1.0.conv1"] == [13, 0, 3] and result["units"]["layer3.0.conv1"] == [24, 0, 40]
     tight = replace(job, name="c", prune=BorrowedStep("theirs", 0.5, "taylor"))
     with pytest.raises(hap.HapError, match=r"theirs\.json leaves 0\.\d+ of the FLOPs; expected at most 0\.5"):
         work_off([tight], data, folders, say=quiet)
@@ -324,7 +337,7 @@ def test_all_the_help_of_protocol_best_goes_together(data: Data, folders: Folder
     put_dense(folders)
     best = next(j for j in cifar10_jobs() if j.name == "resnet56-best-implant-53.0-seed0")
     recipe = replace(best.recipe, epochs=1, batch=32, precision="fp32")
-    job = replace(best, model="resnet20", recipe=recipe, dense="dense")
+    job = replace(best, model="small", recipe=recipe, dense="dense")
     assert best.images == 10_000
     assert best.teacher and best.prune.compensate and best.prune.per_cost and recipe.distill and recipe.ema
     work_off([job], data, folders, say=quiet)
@@ -403,7 +416,7 @@ def test_a_batch_goes_on_whatever_is_asked_for_next(
     data: Data, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs, said = twins(3), []
-    other = replace(make_jobs(1)[0], name="other", model="resnet32")
+    other = replace(make_jobs(1)[0], name="other", model="smaller")
     trained = count_epochs(monkeypatch)
     work_off(jobs, data, folders, SideBySide(stack=1), seconds=1e-3, say=quiet)
     work_off(jobs[1:2], data, folders, SideBySide(together=8, stack=1), say=said.append)
@@ -571,7 +584,7 @@ def test_patterns_choose_among_looks_as_among_runs(tmp_path: Path) -> None:
 
 
 def test_no_look_begins_when_the_time_is_up(data: Data, folders: Folders) -> None:
-    looks = [Study(f"seconds{i}", "resnet20", "seconds", probes=2) for i in range(2)]
+    looks = [Study(f"seconds{i}", "small", "seconds", probes=2) for i in range(2)]
     sensitivity.take(looks, data, folders, "abc", quiet, seconds=0)
     assert sensitivity.status(looks, folders)["done"] == []
     sensitivity.take(looks, data, folders, "abc", quiet, seconds=0.01)
@@ -697,7 +710,7 @@ def test_the_telling_jobs_come_first() -> None:
 def test_jobs_train_beside_others_of_their_network_and_recipe_alone(data: Data, folders: Folders) -> None:
     small, longer = make_jobs(1)[0], replace(make_jobs(2)[0], name="longer")
     seeded = replace(small, name="seed1", recipe=replace(small.recipe, seed=1))
-    other = replace(small, name="other", model="resnet32")
+    other = replace(small, name="other", model="smaller")
     said: list[str] = []
     work_off([small, other, longer, seeded], data, folders, say=said.append)
     finished = [line.partition(":")[0] for line in said if "epochs" in line]
@@ -707,7 +720,7 @@ def test_jobs_train_beside_others_of_their_network_and_recipe_alone(data: Data, 
 @pytest.mark.parametrize(("init", "reached"), [("zero", False), ("center", True)])
 def test_a_gradient_reaches_implants_behind_a_negative_bias_unless_they_are_zero(init: str, reached: bool) -> None:
     torch.manual_seed(0)
-    model, x = hap.models.build("resnet20").eval(), torch.randn(4, 3, 8, 8)
+    model, x = hap.models.build("small").eval(), torch.randn(4, 3, 8, 8)
     for name, module in model.named_modules():
         if name.endswith("bn1"):
             torch.nn.init.constant_(module.bias, -0.1)
@@ -759,19 +772,19 @@ def test_looks_at_the_scores_leave_records(data: Data, folders: Folders, monkeyp
     monkeypatch.setattr(removal, "FLOPS", removal.FLOPS[:1])
     put_dense(folders)
     looks = [
-        Study("layers", "resnet20", "layers", "dense"),
-        Study("probes", "resnet20", "probes", "dense", probes=3),
-        Study("seconds", "resnet20", "seconds", probes=2),
-        Study("images", "resnet20", "images", "dense", images=(8, 48)),
-        Study("removal", "resnet20", "removal", "dense", images=(8,)),
-        Study("one-shot", "resnet20", "one-shot", "dense"),
-        Study("later", "resnet20", "layers", "none yet"),
+        Study("layers", "small", "layers", "dense"),
+        Study("probes", "small", "probes", "dense", probes=3),
+        Study("seconds", "small", "seconds", probes=2),
+        Study("images", "small", "images", "dense", images=(8, 48)),
+        Study("removal", "small", "removal", "dense", images=(8,)),
+        Study("one-shot", "small", "one-shot", "dense"),
+        Study("later", "small", "layers", "none yet"),
     ]
     names = ["layers", "probes", "seconds", "images", "removal", "one-shot"]
     assert sensitivity.status(looks, folders) == {"done": [], "ready": names, "waiting": ["later"]}
     sensitivity.take(looks, data, folders, "abc", quiet)
     records = {name: json.loads(folders.result(name).read_text()) for name in names}
-    model = hap.load(folders.network("dense"), hap.models.build("resnet20")).eval()
+    model = hap.load(folders.network("dense"), hap.models.build("small")).eval()
     groups = hap.trace(model, torch.zeros(1, 3, 8, 8), "union")
     scores = hap.score(model, groups, data.calibration(48, 0), functional.cross_entropy, "hessian")
     stored = torch.tensor(records["layers"]["layers"]["layer1.0.conv1"]["scores"], dtype=torch.float64)

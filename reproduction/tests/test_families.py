@@ -1,12 +1,14 @@
 """Models of other libraries, one for each way of building networks: traced, pruned to half, run, and counted.
 
-There is no code for any of them. What is small in its library runs as it is, others on smaller images.
+There is no code for any of them. What is small in its library runs as it is, others on smaller images and with fewer
+blocks of each kind.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 import hap
 from hap.execution.calling import run
 from hap.graph.partition import parts
-from hap_reproduction.zoo_sweep.models import build
+from hap_reproduction.zoo_sweep.models import build, import_torchvision
 from hap_reproduction.zoo_sweep.ours import exported
 
 IMAGES = {
@@ -46,6 +48,31 @@ IMAGES = {
 }
 """The side of the image, or 0 for the model's own."""
 
+SHORT: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "tv:convnext_tiny": lambda tv: tv.ConvNeXt([tv.convnext.CNBlockConfig(*c) for c in ((24, 48, 2), (48, None, 2))]),
+    "tv:densenet121": lambda tv: tv.DenseNet(16, (2, 4, 3, 2), 32),
+    "tv:efficientnet_b0": lambda tv: tv.EfficientNet([tv.efficientnet.MBConvConfig(*c) for c in EFFICIENT], 0.2),
+    "tv:regnet_y_400mf": lambda tv: tv.RegNet(
+        tv.regnet.BlockParams.from_init_params(6, 48, 40.0, 2.1, group_width=8, se_ratio=0.25)
+    ),
+    "tv:shufflenet_v2_x0_5": lambda tv: tv.ShuffleNetV2([2, 3, 2], [24, 48, 96, 192, 256]),
+}
+EFFICIENT = ((1, 3, 1, 32, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2), (6, 3, 1, 40, 80, 1))
+"""Kernels, strides, widths and numbers of blocks of a short EfficientNet."""
+SHORT_OF_TIMM: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "timm:ghostnet_050": lambda timm: timm.ghostnet.GhostNet(GHOSTS, width=0.5),
+    "timm:pvt_v2_b0": lambda timm: timm.create_model("pvt_v2_b0", depths=(1, 2, 1, 1)),
+    "timm:starnet_s1": lambda timm: timm.create_model("starnet_s1", depths=(1, 1, 2, 1)),
+}
+GHOSTS = [
+    [[3, 16, 16, 0, 1]],
+    [[3, 48, 24, 0, 2]],
+    [[5, 72, 40, 0.25, 2], [5, 120, 40, 0.25, 1]],
+    [[3, 240, 80, 0, 2], [3, 200, 80, 0, 1]],
+    [[3, 480, 112, 0.25, 1]],
+]
+"""Deep networks repeat their blocks: of these, few of each kind are built."""
+
 TEXTS = ["albert", "bert", "distilbert", "gpt2", "llama", "mpnet", "opt", "qwen2", "bart", "t5"]
 OTHERS = ["clip", "convnext", "segformer", "swin", "vit", "wav2vec2", "whisper"]
 
@@ -67,9 +94,23 @@ def _shapes(outputs: Any) -> list[Any]:
     return [getattr(x, "shape", x) for x in torch.utils._pytree.tree_leaves(outputs)]
 
 
+def _short(spec: str) -> tuple[torch.nn.Module, Any]:
+    """The network, or one of its kind with fewer blocks."""
+    if spec in SHORT:
+        torch.manual_seed(0)
+        return SHORT[spec](import_torchvision().models).eval(), None
+    if spec in SHORT_OF_TIMM:
+        import_torchvision()
+        import timm
+
+        torch.manual_seed(0)
+        return SHORT_OF_TIMM[spec](timm.models).eval(), None
+    return build(spec)
+
+
 @pytest.mark.parametrize("spec", IMAGES)
 def test_networks_for_images(spec: str) -> None:
-    model, example = build(spec)
+    model, example = _short(spec)
     _prune_to_half(model, torch.randn(1, 3, IMAGES[spec], IMAGES[spec]) if IMAGES[spec] else example)
 
 

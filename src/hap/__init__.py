@@ -43,6 +43,7 @@ from hap.scoring import (
     JointTrace,
     Magnitude,
     Random,
+    Reconstruction,
     Reversed,
     Scores,
     Taylor,
@@ -60,9 +61,9 @@ __version__ = "0.1.0"
 __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "Distillation",
     "GateCurvature", "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits",
-    "LowRank", "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Refit", "Reversed", "Scores",
-    "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "distil_",
-    "draft", "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts",
-    "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "refit_", "rewrite",
-    "rules", "save", "score", "trace", "train", "zoo",
+    "LowRank", "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit",
+    "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost",
+    "data", "distil_", "draft", "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable",
+    "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
+    "refit_", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

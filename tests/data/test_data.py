@@ -17,7 +17,7 @@ from hap.errors import HapError
 torch.set_num_threads(1)
 
 RNG = np.random.RandomState(0)
-DEEP = b")" + b"\x85" * 1_000_000
+DEEP = b")" + b"\x85" * 300_000
 """A tuple in a tuple in a tuple: what walks through it by recursion overflows the stack of C."""
 TEN = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 

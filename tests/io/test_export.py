@@ -18,6 +18,7 @@ import hap
 from cases import CASES
 from checks import assert_unchanged, check_cost, gap, random_plan, run, snapshot, traced, traces
 from hap.io import export
+from hap.models.cifar_resnet import CifarResNet
 from huggingface import library, small
 
 
@@ -34,9 +35,9 @@ def test_resnet_end_to_end(tmp_path: Path) -> None:
 
     In union coupling; the flow of test_cli.py does the same in joint coupling."""
     torch.manual_seed(0)
-    model = hap.models.build("resnet20").eval()
+    model = CifarResNet((2, 1, 1), (16, 32, 64)).eval()
     dense = copy.deepcopy(model)
-    example = torch.randn(2, 3, 32, 32)
+    example = torch.randn(2, 3, 16, 16)
     plan = hap.prune_(
         model, example, flops=0.4, implant=hap.Pointwise(0.2, init="center"), coupling="union", criterion="magnitude"
     )

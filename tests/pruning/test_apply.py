@@ -61,7 +61,8 @@ def test_ends_and_halves_of_each_group(name: str, coupling: str) -> None:
     groups = traced(name, coupling)
     for group in (n for n in groups if len(groups[n]) > 1):
         size = len(groups[group])
-        for units in (range(1), range(size - 1, size), range(size // 2), range(0, size, 2)):
+        ends, halves = (range(1), range(size - 1, size)), (range(size // 2), range(0, size, 2))
+        for units in sorted(set(map(tuple, (*ends, *halves)))):  # of two or three units, some of these are the same
             if not empties(groups, group, set(units)):
                 check_pruned(model, groups, hap.draft(groups, {group: units}), example)
 

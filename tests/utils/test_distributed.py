@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -120,10 +121,14 @@ def refusals(rank: int, sharded: nn.Module) -> list[str]:
     return said
 
 
+PRELOADED = ["hap.cli", "torch.distributed.fsdp", "torch.export"]
+"""What processes that are forked import once for all of them."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    forkserver.set_forkserver_preload(["hap", "torch.distributed.fsdp"])  # imported once for both processes
+    forkserver.set_forkserver_preload(PRELOADED)
     mp.start_processes(work, (str(path),), nprocs=2, start_method="forkserver")
     return path
 
@@ -174,25 +179,28 @@ def test_what_cannot_be_done_together_is_refused_everywhere(folder: Path) -> Non
 # ---- the command line ---------------------------------------------------------------------------------------
 
 PRUNE = ["prune", "--params", "0.5", "--calibration", "16", "--device", "cpu"]
-DIES = "import hap, os; hap.score = lambda *_: os._exit(7)"
 
 
-def together(arguments: list[str], before: tuple[str, str] = ("", "")) -> list[subprocess.CompletedProcess[str]]:
-    """`python -m hap ARGUMENTS` in two processes as torchrun starts them, each after some code of its own."""
+def of_two() -> list[dict[str, str]]:
+    """What torchrun tells each of two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    code = "{}\nimport runpy, sys; sys.argv[0] = 'hap'; runpy.run_module('hap', run_name='__main__')"
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+
+
+def together(arguments: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """`python -m hap ARGUMENTS` in two processes as torchrun starts them."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", code.format(first), *arguments],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-m", "hap", *arguments],
+            env=os.environ | told,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for rank, first in enumerate(before)
+        for told in of_two()
     ]
     ended = []
     for process in running:
@@ -219,12 +227,31 @@ def test_a_command_in_two_processes(dense: Path, tmp_path: Path) -> None:
     assert hap.read(tmp_path / "two.safetensors").plan == hap.read(tmp_path / "one.safetensors").plan
 
 
+def command_that_dies(told: dict[str, str], arguments: list[str], stderr: Path) -> None:
+    """The command line in a process that is forked; the second one dies when it is to score."""
+    os.environ.update(told)
+    torch.set_num_threads(1)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    if told["RANK"] == "1":
+        hap.score = lambda *_: os._exit(7)
+    sys.argv = ["hap", *arguments]
+    runpy.run_module("hap", run_name="__main__")
+
+
 def test_a_process_that_dies_ends_the_others(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "pruned.safetensors"
-    ended = together([*PRUNE, str(dense), "--out", str(out)], ("", DIES))
-    assert ended[1].returncode == 7
-    assert ended[0].returncode == 1
-    assert "error: process 0 of 2 has lost another one" in ended[0].stderr and "Traceback" not in ended[0].stderr
+    forkserver.set_forkserver_preload(PRELOADED)
+    arguments, context = [*PRUNE, str(dense), "--out", str(out)], mp.get_context("forkserver")
+    running = [
+        context.Process(target=command_that_dies, args=(told, arguments, tmp_path / told["RANK"])) for told in of_two()
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(timeout=120)
+    assert [process.exitcode for process in running] == [1, 7]
+    stderr = (tmp_path / "0").read_text()
+    assert "error: process 0 of 2 has lost another one" in stderr and "Traceback" not in stderr
     assert list(out.parent.iterdir()) == []
 
 

@@ -110,6 +110,8 @@ class _Sorting:
     def __init__(self, groups: Groups, live: Bools, implanted: Bools):
         self.live, self.late = live, np.zeros_like(live)
         self.block = np.zeros(len(live), dtype=np.int64)
+        if not implanted.any():
+            return
         for number, group in enumerate(groups.values(), 1):
             self.block[group.classes] = number
         for group in groups.values():

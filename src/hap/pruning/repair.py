@@ -11,8 +11,7 @@ from hap.execution.fast_copy import copy_with
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.compensate import compensate_
-from hap.refit import estimate_norms_, refit_
-from hap.surgery.rotate_heads import restored_on_failure, values_of
+from hap.refit import estimate_norms_, refit_, refit_layers_
 from hap.utils.module_tree import named_tensors
 
 REPAIRS = ("refit", "norms", "compensate", "distil")
@@ -40,6 +39,13 @@ def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
         raise HapError(asked or Argument("repair", repair), " needs batches, an iterable of (input, target)")
 
 
+def checked_repair(repair: str | None, compensate: bool, minutes: float | None, batches: object) -> str | None:
+    """The name of the repair that is asked for. Refuses what is not known, and inputs that are missing."""
+    repair = repair_asked(repair, compensate, minutes)
+    check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
+    return repair
+
+
 def apply_with_repair_(
     model: nn.Module,
     plan: Plan,
@@ -47,6 +53,7 @@ def apply_with_repair_(
     verify: bool,
     batches: Iterable[Any] | None,
     repair: str | None,
+    start: nn.Module | None = None,
     minutes: float | None = None,
     augment: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
@@ -54,26 +61,36 @@ def apply_with_repair_(
 
     Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "distil" then trains
     for `minutes` towards the dense outputs (`hap.distil_`, which also takes `augment`), "norms" estimates the
-    statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`).
+    statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`). `start`
+    is a model of the dense shape with the values to begin with, where these are not the model's own.
     Returns: the model.
     """
     check_repair(repair, batches)
-    if repair is None:
+    if repair is None and start is None:
         return apply_(model, plan, example, verify, batches)
-    batches = list(batches or ())
-    if repair == "compensate":
-        with restored_on_failure(model, values_of(model)):
-            return apply_(compensate_(model, plan, batches), plan, example, verify, batches)
-    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    repaired = apply_(copy_with(model, own), plan, verify=False, batches=batches)
-    if repair == "norms":
-        estimate_norms_(repaired, batches)
-    else:
-        refit_(repaired, model, batches, plan)
+    batches = None if batches is None else list(batches)
+    repaired = repaired_copy(model, plan, batches, repair, start)
     if repair == "distil":
-        distil_(repaired, model, batches, minutes, augment=augment)
+        distil_(repaired, model, batches or (), minutes, augment=augment)
     values = {name: tensor.detach() for name, tensor in named_tensors(repaired).items()}
     apply_(model, plan, example, verify, batches)
     for name, tensor in named_tensors(model).items():
         tensor.data.copy_(values[name])
     return model
+
+
+def repaired_copy(
+    model: nn.Module, plan: Plan, batches: list[Any] | None, repair: str | None, start: nn.Module | None = None
+) -> nn.Module:
+    """A copy of `start` (the model itself if None), pruned by a plan and repaired to do what the model does. Nothing is
+    trained: "distil" is a refit here."""
+    source = model if start is None else start
+    copy = copy_with(source, {name: parameter.detach().clone() for name, parameter in source.named_parameters()})
+    if repair == "compensate":
+        compensate_(copy, plan, batches or ())
+    apply_(copy, plan, verify=False, batches=batches)
+    if repair in ("refit", "distil"):
+        (refit_ if start is None else refit_layers_)(copy, model, batches or (), plan)
+    elif repair == "norms":
+        estimate_norms_(copy, batches or ())
+    return copy

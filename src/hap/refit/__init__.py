@@ -8,6 +8,6 @@ of `ridge_regression.py`, on the matrices that `rows.py` and `parameters.py` mak
 """
 
 from hap.refit.norms import estimate_norms_
-from hap.refit.refit import Refit, refit_
+from hap.refit.refit import Refit, refit_, refit_layers_
 
-__all__ = ["Refit", "estimate_norms_", "refit_"]
+__all__ = ["Refit", "estimate_norms_", "refit_", "refit_layers_"]

@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
 from hap.execution.calibration_inputs import FOLDS, held_out, sample_count, signature, split
+from hap.execution.windows import draw_positions
 from hap.planning.plan import Plan
 from hap.refit.flow import Layer, Work, plan_work
 from hap.refit.graph_run import Graph, GraphRun
 from hap.refit.parameters import LayerParameters
-from hap.refit.rows import at, draw_positions
+from hap.refit.rows import at
 
 LARGEST_MATRIX = 2**27
 """What is gathered of the rows of one layer has so many elements at most."""

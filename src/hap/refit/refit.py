@@ -92,9 +92,26 @@ def refit_(
     >>> report.after < report.before
     True
     """
-    show = sys.stderr.isatty() if progress is None else progress
-    with outside_inference(pruned), eval_mode(pruned), eval_mode(dense), torch.no_grad(), _rotated(dense, plan):
+    how: dict[str, Any] = {"ridges": ridges, "rectified": rectified, "most_rows": most_rows, "progress": progress}
+    with outside_inference(pruned), torch.no_grad(), _rotated(dense, plan):
         check_pair(pruned, dense, plan)
+        return refit_layers_(pruned, dense, batches, plan, **how)
+
+
+def refit_layers_(
+    pruned: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Any],
+    plan: Plan,
+    *,
+    ridges: Sequence[float] = RIDGES,
+    rectified: int = 2,
+    most_rows: int = MOST_ROWS,
+    progress: bool | None = None,
+) -> Refit:
+    """`refit_` from whatever values the pruned model has, such as those of an earlier refit."""
+    show = sys.stderr.isatty() if progress is None else progress
+    with outside_inference(pruned), torch.no_grad(), eval_mode(pruned), eval_mode(dense):
         inputs = [x for x, _ in pairs(batches, next(pruned.parameters()).device)]
         calibration = Calibration(pruned, dense, plan, inputs, most_rows)
         old = {name: tensor.detach().clone() for name, tensor in named_tensors(pruned).items()}

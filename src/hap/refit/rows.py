@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
+from hap.execution.windows import windows
 from hap.graph.nodes import arguments, short_name
 from hap.graph.operator_families import CONVOLUTIONS, TRANSPOSED
 
@@ -81,10 +81,7 @@ class LinearMap:
             sides = [(r // 2, r - r // 2) if given["padding"] == "same" else (0, 0) for r in reach]
         else:
             sides = [(p, p) for p in _several(given["padding"], n)]
-        x = F.pad(x, [side for pair in reversed(sides) for side in pair])
-        sizes = [(x.shape[2 + i] - reach[i] - 1) // stride[i] + 1 for i in range(n)]
-        steps = [x.stride(2 + i) * stride[i] for i in range(n)] + [x.stride(2 + i) * dilation[i] for i in range(n)]
-        return x.as_strided((*x.shape[:2], *sizes, *kernel), (*x.stride()[:2], *steps))
+        return windows(x, kernel, stride, dilation, sides)
 
 
 def _several(value: Any, count: int) -> list[int]:
@@ -99,13 +96,6 @@ def _spread(x: Tensor, stride: list[int]) -> Tensor:
     places: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
     wide[places] = x
     return wide
-
-
-def draw_positions(count: int, most: int, generator: torch.Generator) -> Tensor:
-    """At most so many of `count` positions."""
-    if count <= most:
-        return torch.arange(count)
-    return torch.randperm(count, generator=generator)[:most].sort().values
 
 
 def by_axis(positions: Tensor, shape: tuple[int, ...], axis: int) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from hap.scoring.gates import GateCurvature, GateGradient
 from hap.scoring.hessian_trace import HessianTrace
 from hap.scoring.over_all_slices import JointTrace
 from hap.scoring.over_all_slices import Whole as Whole
+from hap.scoring.reconstruction import Reconstruction
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Reversed(Criterion):
 
 
 _BASELINES = (Magnitude, L1, Random, BNScale, Taylor, DiagonalFisher, OBD, GeometricMedian)
-_EVERY = (HessianTrace, *_BASELINES, JointTrace, GateGradient, GateCurvature)
+_EVERY = (HessianTrace, *_BASELINES, JointTrace, GateGradient, GateCurvature, Reconstruction)
 CRITERIA: dict[str, type[Criterion]] = {criterion.name: criterion for criterion in _EVERY}
 """Criteria by name. All lists of names, such as those of the command line, are made from this."""
 

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hap.execution.calling import forgetting_caches
+from hap.execution.fast_copy import deepcopied
 from hap.implants import ImplantModule
 from hap.planning.plan import Cut, Plan
 from hap.surgery.additions import attach_implant, attach_input_selection, attach_output_scatter, build_implants
@@ -107,6 +108,28 @@ def shortened(tensor: Tensor, cut: Cut) -> Tensor:
     index = torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
     layout = torch.channels_last if last else torch.contiguous_format
     return tensor.index_select(cut.dim, index).contiguous(memory_format=layout)
+
+
+def masked_copy(dense: nn.Module, pruned: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the dense model that computes what the pruned one does: its values, and zeros for what went."""
+    made = deepcopied(dense, {})
+    values, tensors, cuts = named_tensors(pruned), named_tensors(made), dict[int, list[Cut]]()
+    for cut in plan.cuts:  # by one of the names of a tensor
+        cuts.setdefault(id(tensors[cut.name]), []).append(cut)
+    for name, tensor in tensors.items():
+        value = values[name].detach()
+        for cut in reversed(cuts.get(id(tensor), [])):
+            value = _lengthened(value, cut)
+        tensor.data.copy_(value)
+    return made
+
+
+def _lengthened(tensor: Tensor, cut: Cut) -> Tensor:
+    """A tensor with zeros at the indices that a cut took away."""
+    shape = list(tensor.shape)
+    shape[cut.dim] = cut.size
+    index = torch.tensor(cut.keep, dtype=torch.int64, device=tensor.device)
+    return tensor.new_zeros(shape).index_copy_(cut.dim, index, tensor)
 
 
 # ---- attributes follow the tensors --------------------------------------------------------------------------
