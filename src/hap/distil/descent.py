@@ -19,6 +19,8 @@ FACTOR = 10**0.5
 """Between the learning rates that are tried."""
 TRIED = 4
 """So many rates are tried at most."""
+NEARLY = 1.05
+"""Of rates that came to nearly as little the largest is taken: short runs prefer smaller rates than long ones do."""
 SEARCH = 0.2
 """The share of the budget for finding the rate."""
 WARMUP = 0.05
@@ -112,21 +114,24 @@ class Descent:
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def find_rate(self) -> float:
-        """The best of a few learning rates, each tried from one start; the model goes on from the best one's end."""
+        """The largest of a few learning rates that is nearly as good as the best, each tried from one start.
+
+        The model goes on from where the best one ended.
+        """
         start, values = self.best_state, dict[int, float]()
         while (number := next_number(values)) is not None:
             self.restore_(start)
             values[number] = self._try(FIRST_RATE * FACTOR**number, self.clock.share + SEARCH / TRIED)
         self.tried = {FIRST_RATE * FACTOR**number: value for number, value in values.items()}
-        best = min(self.tried, key=self.tried.__getitem__)
-        if self.tried[best] == math.inf:
+        least = min(self.tried.values())
+        if least == math.inf:
             raise HapError(
                 f"the {self.objective.kind} is not finite at any of the learning rates tried, "
                 f"{', '.join(f'{rate:.2g}' for rate in self.tried)}; all weights are as before. Look for values "
                 "that are not finite in inputs and in what augment makes of them"
             )
         self.restore_(self.best_state)
-        return best
+        return max(rate for rate, value in self.tried.items() if value <= NEARLY * least)
 
     def _try(self, rate: float, end: float) -> float:
         for _ in self._steps(rate, end):

@@ -67,10 +67,10 @@ def distil_(
 ) -> Distillation:
     """Train a pruned model for some minutes to return what the dense one returns, without labels.
 
-    It goes on where `refit_` ends, on the same inputs. A quarter of the samples is held out: there the best of a few
-    learning rates is found and the best weights that were seen, at least those of the start. The end comes early where
-    nothing improves. Batch normalisations keep their statistics, and what requires no gradient stays as it is. When
-    interrupted (KeyboardInterrupt) the model has the best weights so far; after another error, those of the start.
+    It goes on where `refit_` ends, on the same inputs. A quarter of the samples is held out: what is best there decides
+    on the learning rate, and which of the weights on the way are kept, at least those of the start. The end comes early
+    where nothing improves. Batch normalisations keep their statistics, and what requires no gradient stays as it is.
+    When interrupted (KeyboardInterrupt) the model has the best weights so far; after another error, those of the start.
 
     Arguments:
         pruned: the model to train, which is changed in place.
