@@ -9,6 +9,7 @@ hap.save("pruned.safetensors", model, plan)
 """
 
 from hap import data, models
+from hap.distil import Distillation, distil_
 from hap.errors import HapError
 from hap.graph.partition import parts
 from hap.groups.transformer_blocks import heads, mlps, only
@@ -58,11 +59,11 @@ from hap.training.recipes import Recipe
 __version__ = "0.1.0"
 
 __all__ = [
-    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "GateCurvature",
-    "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits", "LowRank",
-    "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit", "Reversed",
-    "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost", "data", "draft",
-    "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable", "only", "parts", "plan",
-    "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes", "refit_", "rewrite", "rules",
-    "save", "score", "trace", "train", "zoo",
+    "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "Distillation",
+    "GateCurvature", "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits",
+    "LowRank", "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit",
+    "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost",
+    "data", "distil_", "draft", "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable",
+    "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
+    "refit_", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

@@ -218,6 +218,16 @@ def test_options_of_prune_reach_the_plan(dense: Path, tmp_path: Path) -> None:
     assert all(len(gone) <= 0.5 * (len(gone) + len(plan.kept[name])) for name, gone in plan.removed.items())
 
 
+def test_minutes_of_distillation_follow_the_pruning(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pruned.safetensors"
+    how = "--flops", 0.3, "--criterion", "magnitude", "--calibration", 256, "--out", out
+    ok("prune", dense, *how, "--minutes", 0.01)
+    assert hap.read(out).about["prune"]["minutes"] == 0.01
+    assert hap.read(out).metrics["accuracy"] > 0.5
+    said = invoke("prune", dense, *how, "--repair", "norms", "--minutes", 1)
+    assert said.exit_code != 0 and "'norms', which takes no minutes" in said.output
+
+
 def test_prune_and_info_say_what_could_not_be_touched(tiny: Path) -> None:
     (tiny / "tinynet.py").write_text(RECURRENT)
     ok("train", "--model", "tinynet:build", "--data", "digits", "--epochs", 1, "--out", "net.safetensors")

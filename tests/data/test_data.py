@@ -294,6 +294,18 @@ def test_augmentation_moves_and_mirrors(counted: Data) -> None:
     assert (moved[:, 0] - black).abs().lt(1e-6).any()
 
 
+def test_batches_are_augmented_as_in_training(counted: Data) -> None:
+    plain = torch.cat([x for x, _ in counted.batches("train")])
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        moved, other = counted.augment(plain), counted.augment(plain)
+    black = torch.tensor([-m / s for m, s in zip(counted.mean, counted.std, strict=True)])[:, None, None]
+    assert moved.shape == plain.shape and not torch.equal(moved, other)
+    inside = (moved - black).abs() > 1e-5  # each pixel is black, or has the one value of its image
+    assert not inside.all() and inside.any()
+    assert torch.allclose(moved[inside], plain.expand_as(moved)[inside], atol=1e-5)
+
+
 def test_calibration_is_fixed_and_plain(counted: Data) -> None:
     first, again = counted.calibration(12, seed=1, size=5), counted.calibration(12, seed=1, size=5)
     assert [len(y) for _, y in first] == [5, 5, 2]

@@ -45,7 +45,40 @@ def test_the_older_option_means_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("repair", ["refit", "norms", "compensate"])
+def test_minutes_after_the_refit_bring_them_nearer_still() -> None:
+    dense, example, batches = network()
+    fresh, seen, errors = torch.randn(256, 3, 8, 8), list[int](), {}
+
+    def augment(x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return x.flip(3)
+
+    for how in ({"repair": "refit"}, {"minutes": 0.01}, {"repair": "distil", "minutes": 0.01, "augment": augment}):
+        model = copy.deepcopy(dense)
+        hap.prune_(model, example, batches, criterion="magnitude", flops=0.5, **how)
+        errors[str(how)] = error(model, dense, fresh)
+        assert all(p.grad is None and p.requires_grad for p in model.parameters()) and not model.training
+    refitted, *distilled = errors.values()
+    assert max(distilled) < refitted, errors
+    assert sum(seen)
+
+
+def test_minutes_are_for_distillation_alone() -> None:
+    dense, example, batches = network()
+    before = snapshot(dense)
+    for how, words in (
+        ({"repair": "refit", "minutes": 1}, "repair is 'refit', which takes no minutes; they are for 'distil'"),
+        ({"compensate": True, "minutes": 1}, "repair is 'compensate', which takes no minutes"),
+        ({"minutes": -1}, "minutes is -1; expected a number above 0"),
+    ):
+        with pytest.raises(hap.HapError, match=words):
+            hap.prune_(dense, example, batches, criterion="magnitude", flops=0.5, **how)
+    with pytest.raises(hap.HapError, match="repair='distil' needs batches"):
+        hap.prune_(dense, example, criterion="magnitude", flops=0.5, minutes=1)
+    assert_unchanged(dense, before)
+
+
+@pytest.mark.parametrize("repair", ["refit", "norms", "compensate", "distil"])
 def test_a_repair_that_fails_leaves_the_model_as_it_was(repair: str) -> None:
     dense, example, _ = network()
     before = copy.deepcopy(dense.state_dict())
@@ -60,7 +93,7 @@ def test_a_repair_that_fails_leaves_the_model_as_it_was(repair: str) -> None:
 def test_an_unknown_repair_is_refused_with_those_that_are_known() -> None:
     dense, example, batches = network()
     before = snapshot(dense)
-    with pytest.raises(hap.HapError, match="'magic'; expected one of 'refit', 'norms', 'compensate'"):
+    with pytest.raises(hap.HapError, match="'magic'; expected one of 'refit', 'norms', 'compensate', 'distil'"):
         hap.prune_(dense, example, batches, criterion="magnitude", flops=0.5, repair="magic")
     assert_unchanged(dense, before)
 

@@ -66,8 +66,9 @@ PerCost = Annotated[bool, typer.Option("--per-cost", help="Rank by sensitivity p
 Compensate = Annotated[bool, typer.Option("--compensate", help="Repair what reads the removed units by least squares.")]
 Repair = Annotated[
     str | None,
-    typer.Option(help=f"Mend what is left, without training: {', '.join(REPAIRS)}. refit is by far the best."),
+    typer.Option(help=f"Mend what is left, without labels: {', '.join(REPAIRS)}. distil, a refit first, is the best."),
 ]
+Minutes = Annotated[float | None, typer.Option(help="Time for --repair distil, which this alone means. Default: 5.")]
 OutCheckpoint = Annotated[Path, typer.Option(help="The checkpoint to write (.safetensors).")]
 OutScores = Annotated[Path | None, typer.Option(help="A JSON file for the scores, which hap prune can read.")]
 Backend = Annotated[str, typer.Option(help=f"What is timed: {', '.join(BACKENDS)} (exported, BatchNorms folded).")]

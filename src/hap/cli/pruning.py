@@ -112,6 +112,7 @@ def prune(
     per_cost: options.PerCost = False,
     compensate: options.Compensate = False,
     repair: options.Repair = None,
+    minutes: options.Minutes = None,
     calibration: options.Calibration = 512,
     model: options.Model = None,
     data_root: options.DataRoot = None,
@@ -126,7 +127,7 @@ def prune(
       hap prune runs/dense.safetensors --params 0.3 --implant 0.2 \\
           --out runs/pruned.safetensors
       hap prune runs/dense.safetensors --flops 0.5 --criterion magnitude \\
-          --per-cost --coupling union --repair refit --out runs/half.safetensors
+          --per-cost --coupling union --minutes 5 --out runs/half.safetensors
       hap prune runs/dense.safetensors --latency 0.5 --out runs/fast.safetensors
     """
     given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
@@ -137,8 +138,7 @@ def prune(
     given["channels"] = channels if latency is None else 1.0  # a step has a budget of its own; time is planned for here
     step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
     check_saved_name(out, checkpoint, scores)
-    if hap.read(checkpoint_path(checkpoint)).plan is not None:
-        raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
+    _check_dense(checkpoint)
     network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     work = Work(network, found, step, calibration, seed, stream=stream)
     plan, metrics, timing = _prune(work, scores, checkpoint, None if latency is None else how)
@@ -146,6 +146,11 @@ def prune(
     described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
     tell_written(out)
+
+
+def _check_dense(checkpoint: Path) -> None:
+    if hap.read(checkpoint_path(checkpoint)).plan is not None:
+        raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
 
 
 def _prune(

@@ -83,6 +83,13 @@ class Data:
             x, y = images.float() * scale + shift, self.train.labels[index]
             yield from zip(x.split(size), y.split(size), strict=True)
 
+    def augment(self, images: Tensor) -> Tensor:
+        """Normalised images cropped and mirrored at random, as `epoch` does it, drawn by torch's own generator."""
+        count, device = len(images), images.device
+        offset, mirrored = torch.randint(0, 2 * self.pad + 1, (count, 2)), torch.rand(count) < 0.5
+        black = self._affine()[1].to(images)
+        return crop(images - black, offset.to(device), (mirrored & self.flip).to(device), self.pad) + black
+
     def calibration(self, n: int = 512, seed: int = 0, size: int = 128) -> list[Batch]:
         """`n` training images drawn once by `seed`, in normalised batches of `size`, without augmentation."""
         if not 1 <= n <= len(self.train):

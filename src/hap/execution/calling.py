@@ -84,14 +84,14 @@ class _RecurrentWithoutCudnn(TorchFunctionMode):
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def seeded(seed: int = 0) -> Iterator[None]:
     """Inside, the same random numbers every time; outside, as if none had been drawn."""
     generators = _generators()
     states, python, numpy = [g.get_state() for g in generators], random.getstate(), np.random.get_state()
     for generator in generators:
-        generator.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     try:
         yield
     finally:

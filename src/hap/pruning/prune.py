@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
-from hap.pruning.repair import apply_with_repair_, check_repair
 from hap.pruning.prune_in_rounds import Choice, check_rounds, plan_in_rounds
+from hap.pruning.repair import apply_with_repair_, checked_repair
 from hap.scoring import Criterion
 from hap.scoring.base import Loss
 from hap.tracing.trace import trace, trace_captured
@@ -63,6 +63,8 @@ def prune_(
     per_cost: bool = False,
     compensate: bool = False,
     repair: str | None = None,
+    minutes: float | None = None,
+    augment: Callable[[Any], Any] | None = None,
     rounds: int = 1,
     verify: bool = True,
 ) -> Plan:
@@ -76,9 +78,10 @@ def prune_(
     Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
     the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
     share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`,
-    without training: "refit" solves every layer anew (`hap.refit_`), "norms" estimates batch normalisations again,
-    "compensate" adjusts what reads removed units. `compensate=True` is an older name for that. With several `rounds` a
-    part of the units goes, what is left is repaired, and scores are taken anew; the plan is one on the dense model.
+    without labels: "refit" solves every layer anew (`hap.refit_`), "distil" then trains for `minutes` (`hap.distil_`,
+    with `augment`), "norms" estimates batch normalisations again, "compensate" adjusts what reads removed units.
+    `minutes` alone means "distil", `compensate=True` "compensate". With several `rounds` a part of the units goes, what
+    is left is repaired, and scores are taken anew; the plan is one on the dense model.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
     a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
@@ -86,21 +89,28 @@ def prune_(
     check_given(model, example)
     budget = Budget(params, flops, channels, latency, activations)
     batches = list(batches) if batches is not None else None
-    repair = "compensate" if compensate and repair is None else repair
-    check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
+    repair = checked_repair(repair, compensate, minutes, batches)
     kind = as_implant(implant)
     check_rounds(rounds, budget, kind)
     with outside_inference(model):
-        groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
-        if kind is not None and kind.needs_head_spaces:
-            groups = narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
+        groups, view = _traced(model, example, kind, coupling, ignore, stream)
         how = batches, loss, criterion, kind, limits, per_cost, backend, threads
         chosen, start = plan_in_rounds(Choice(model, groups, example, *how), budget, rounds, repair)
         if view is not None and verify:
             check_parts(model, view, chosen, example)
-        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, start)
+        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, start, minutes, augment)
     _warn_of_much(groups, view, chosen)
     return chosen
+
+
+def _traced(
+    model: nn.Module, example: Any, implant: Implant | None, coupling: str, ignore: Sequence[str], stream: bool
+) -> tuple[Groups, Parts | None]:
+    """What `trace_whole_or_parts` finds, with what an implant needs to know of attention heads."""
+    groups, view = trace_whole_or_parts(model, example, coupling, ignore, stream)
+    if implant is not None and implant.needs_head_spaces:
+        groups = narrowable(model, groups, example) if view is None else narrowable(view, groups, view.example)
+    return groups, view
 
 
 def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:
@@ -140,7 +150,7 @@ def _as_parts(model: nn.Module, example: Any, view: Parts, groups: Groups) -> Gr
     warnings.warn(
         f"torch.export cannot capture {type(model).__name__} as a whole, so it is pruned in parts: "
         f"{', '.join(names[:NAMED])}{more}; what passes between them is kept{_hint(model, example, view)}",
-        stacklevel=4,
+        stacklevel=5,
     )
     curved = groups.curved or "what happens between the parts is not known"
     unprunable = {**_outside(view, groups), **_single(view, groups), **groups.unprunable}

@@ -1,10 +1,11 @@
 """What is done, without training, about the error that pruning leaves: beside `apply_`, by name."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from hap.distil import check_minutes, distil_
 from hap.errors import Argument, HapError
 from hap.execution.fast_copy import copy_with
 from hap.planning.plan import Plan
@@ -13,7 +14,18 @@ from hap.pruning.compensate import compensate_
 from hap.refit import estimate_norms_, refit_, refit_layers_
 from hap.utils.module_tree import named_tensors
 
-REPAIRS = ("refit", "norms", "compensate")
+REPAIRS = ("refit", "norms", "compensate", "distil")
+
+
+def repair_asked(repair: str | None, compensate: bool, minutes: float | None) -> str | None:
+    """The name of the repair: minutes are for distillation, and `compensate` is an older name."""
+    if minutes is None:
+        return repair or ("compensate" if compensate else None)
+    check_minutes(minutes)
+    if compensate or repair not in (None, "distil"):
+        seen = Argument("repair", repair or "compensate", text="repair")
+        raise HapError(seen, f" is {repair or 'compensate'!r}, which takes no minutes; they are for 'distil'")
+    return "distil"
 
 
 def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
@@ -27,6 +39,13 @@ def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
         raise HapError(asked or Argument("repair", repair), " needs batches, an iterable of (input, target)")
 
 
+def checked_repair(repair: str | None, compensate: bool, minutes: float | None, batches: object) -> str | None:
+    """The name of the repair that is asked for. Refuses what is not known, and inputs that are missing."""
+    repair = repair_asked(repair, compensate, minutes)
+    check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
+    return repair
+
+
 def apply_with_repair_(
     model: nn.Module,
     plan: Plan,
@@ -35,10 +54,13 @@ def apply_with_repair_(
     batches: Iterable[Any] | None,
     repair: str | None,
     start: nn.Module | None = None,
+    minutes: float | None = None,
+    augment: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
     """Carry out a plan in place, and repair what is left on the inputs of `batches`. All or nothing.
 
-    Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "norms" estimates the
+    Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "distil" then trains
+    for `minutes` towards the dense outputs (`hap.distil_`, which also takes `augment`), "norms" estimates the
     statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`). `start`
     is a model of the dense shape with the values to begin with, where these are not the model's own.
     Returns: the model.
@@ -48,6 +70,8 @@ def apply_with_repair_(
         return apply_(model, plan, example, verify, batches)
     batches = None if batches is None else list(batches)
     repaired = repaired_copy(model, plan, batches, repair, start)
+    if repair == "distil":
+        distil_(repaired, model, batches or (), minutes, augment=augment)
     values = {name: tensor.detach() for name, tensor in named_tensors(repaired).items()}
     apply_(model, plan, example, verify, batches)
     for name, tensor in named_tensors(model).items():
@@ -58,13 +82,14 @@ def apply_with_repair_(
 def repaired_copy(
     model: nn.Module, plan: Plan, batches: list[Any] | None, repair: str | None, start: nn.Module | None = None
 ) -> nn.Module:
-    """A copy of `start` (the model itself if None), pruned by a plan and repaired to do what the model does."""
+    """A copy of `start` (the model itself if None), pruned by a plan and repaired to do what the model does. Nothing is
+    trained: "distil" is a refit here."""
     source = model if start is None else start
     copy = copy_with(source, {name: parameter.detach().clone() for name, parameter in source.named_parameters()})
     if repair == "compensate":
         compensate_(copy, plan, batches or ())
     apply_(copy, plan, verify=False, batches=batches)
-    if repair == "refit":
+    if repair in ("refit", "distil"):
         (refit_ if start is None else refit_layers_)(copy, model, batches or (), plan)
     elif repair == "norms":
         estimate_norms_(copy, batches or ())

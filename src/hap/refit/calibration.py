@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hap.errors import HapError
-from hap.execution.calling import call_arguments
+from hap.execution.calibration_inputs import FOLDS, held_out, sample_count, signature, split
 from hap.execution.windows import draw_positions
 from hap.planning.plan import Plan
 from hap.refit.flow import Layer, Work, plan_work
@@ -20,11 +20,6 @@ from hap.refit.graph_run import Graph, GraphRun
 from hap.refit.parameters import LayerParameters
 from hap.refit.rows import at
 
-FOLDS = 4
-"""One sample of so many is held out."""
-LARGEST_INPUT = 2**22
-"""Samples that are run at once have about so many elements at most."""
-LARGEST_BATCH = 128
 LARGEST_MATRIX = 2**27
 """What is gathered of the rows of one layer has so many elements at most."""
 
@@ -52,7 +47,7 @@ class Calibration:
         self.most_rows = most_rows
         kinds: dict[str, list[Any]] = {}
         for x in itertools.chain.from_iterable(map(split, inputs)):
-            kinds.setdefault(_signature(x), []).append(x)
+            kinds.setdefault(signature(x), []).append(x)
         self.work, self.passes = Work(), list[_Pass]()
         for batches in kinds.values():
             graphs = Graph(pruned, batches[0]), Graph(dense, batches[0])
@@ -71,9 +66,9 @@ class Calibration:
             share = max(1, most * one.samples * len(one.batches) // self.samples // len(one.batches))
             for number in range(len(one.batches)):
                 rows, sample = one.rows(layer, parameters, number, share)
-                held = (sample + before) % FOLDS == FOLDS - 1
+                held = held_out(sample + before)
                 if self.samples < FOLDS:
-                    held = torch.arange(len(sample)) % FOLDS == FOLDS - 1
+                    held = held_out(torch.arange(len(sample)))
                 found.append((rows, held))
                 before += one.samples
         return _joined(rows.of(~held) for rows, held in found), _joined(rows.of(held) for rows, held in found)
@@ -90,7 +85,7 @@ class Calibration:
         for one in self.passes:
             for number in range(len(one.batches)):
                 for value, sample in one.outputs(of_dense, number, LARGEST_MATRIX // (8 * len(one.batches))):
-                    held = (sample + before) % FOLDS == FOLDS - 1
+                    held = held_out(sample + before)
                     found.append(value[held] if self.samples >= FOLDS else value)
                 before += one.samples
         return found
@@ -116,7 +111,7 @@ class _Pass:
 
     def __init__(self, graphs: tuple[Graph, Graph], batches: list[Any], work: Work, own: Work):
         self.graphs, self.batches = graphs, batches
-        self.samples = _samples(batches[0]) or 1
+        self.samples = sample_count(batches[0]) or 1
         if [layer.node.name for layer in work.layers] != [layer.node.name for layer in own.layers]:
             raise HapError("the model goes different ways for inputs of different shapes; pad them to one shape")
         self.own = dict(zip((layer.node for layer in work.layers), own.layers, strict=True))
@@ -159,33 +154,3 @@ class _Pass:
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """(positions, channels) as (groups, positions, channels of a group), in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (groups, -1)).transpose(0, 1)
-
-
-# ---- batches ------------------------------------------------------------------------------------------------
-
-
-def split(x: Any) -> list[Any]:
-    """A batch of many samples as several, of one size if possible, since each size takes a graph of its own."""
-    samples = _samples(x)
-    if samples is None:
-        return [x]
-    leaves, spec = pytree.tree_flatten(x)
-    elements = sum(t.numel() for t in leaves if isinstance(t, Tensor)) // samples
-    at_once = max(FOLDS, min(LARGEST_BATCH, LARGEST_INPUT // max(1, elements)))
-    fewest = -(-samples // at_once)
-    count = next((n for n in range(fewest, 2 * fewest) if samples % n == 0), fewest)
-    parts = [t.split(-(-samples // count)) if isinstance(t, Tensor) else itertools.repeat(t) for t in leaves]
-    return [pytree.tree_unflatten(part, spec) for part in zip(*parts, strict=False)]
-
-
-def _samples(x: Any) -> int | None:
-    """How many samples a batch has; None where its tensors do not agree on that."""
-    sizes = {len(t) if t.ndim else None for t in pytree.tree_leaves(call_arguments(x)) if isinstance(t, Tensor)}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _signature(x: Any) -> str:
-    """What inputs of one graph have in common."""
-    leaves, spec = pytree.tree_flatten(x)
-    shapes = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves]
-    return f"{spec} {shapes}"

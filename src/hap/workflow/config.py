@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hap.errors import Argument, HapError
 from hap.implants import KINDS, Implant, implant_from_dict
 from hap.planning.budget import Budget, Limits
-from hap.pruning.repair import check_repair
+from hap.pruning.repair import check_repair, repair_asked
 from hap.scoring import Criterion, HessianTrace, as_criterion
 from hap.training import recipes
 from hap.training.recipes import Recipe
@@ -47,6 +47,7 @@ class PruneStep:
     compensate: bool = False
     activations: float | None = None
     repair: str | None = None
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leave", tuple(self.leave))
@@ -58,8 +59,8 @@ class PruneStep:
 
     @property
     def repair_name(self) -> str | None:
-        """What mends the pruned network without training."""
-        return self.repair or ("compensate" if self.compensate else None)
+        """What mends the pruned network without labels."""
+        return repair_asked(self.repair, self.compensate, self.minutes)
 
     def budget(self) -> Budget:
         return Budget(self.params, self.flops, self.channels, activations=self.activations)

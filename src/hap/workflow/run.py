@@ -185,7 +185,7 @@ class _Runner:
             config["dense"]["digest"] = short_digest(e.dense.checkpoint)
         if step is not None:
             # what a step leaves open says nothing, so that results from before a setting came remain valid
-            newer = ("activations", "repair")  # fields that steps of older results do not have
+            newer = ("activations", "repair", "minutes")  # fields that steps of older results do not have
             asked = {key: value for key, value in dataclasses.asdict(step).items() if key not in newer or value}
             config |= {"prune": asked, "calibration": e.calibration}
         if seed is not None:

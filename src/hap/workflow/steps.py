@@ -77,7 +77,9 @@ class Work:
         """Apply a plan, in place, with the repair that the step asks for."""
         images, repair = first_images(self.data, near=self.model), self.step.repair_name
         self.say(f"pruning, and checking the result by running it{f'; then {repair}' if repair else ''}")
-        apply_with_repair_(self.model, plan, images, True, self.batches(), repair)
+        augment = self.data.augment if self.data.pad or self.data.flip else None
+        how = repair, None, self.step.minutes, augment
+        apply_with_repair_(self.model, plan, images, True, self.batches(), *how)
         distributed.broadcast_(self.model)
 
 
