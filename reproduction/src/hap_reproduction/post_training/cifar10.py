@@ -35,17 +35,21 @@ class Setting:
     """How a network is pruned and repaired."""
 
     flops: float
-    criterion: str = "magnitude"
+    criterion: str = "reconstruction"
     per_cost: bool = True
     coupling: str = "union"
     repair: str = "refit"
     images: int = 2048
     rectified: int = 2
+    rounds: int = 1
+    minutes: float = 0.0
 
     @property
     def slug(self) -> str:
         cost = "-per-cost" if self.per_cost else ""
         more = "" if self.rectified == 2 else f"-rectified-{self.rectified}"
+        more += "" if self.rounds == 1 else f"-{self.rounds}-rounds"
+        more += f"-{self.minutes:g}-minutes" if self.minutes else ""
         return f"{self.criterion}{cost}-{self.coupling}-{self.repair}{more}-{self.images}-{100 * self.flops:.1f}"
 
 
@@ -64,10 +68,15 @@ def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
     seconds = {}
     begun = time.perf_counter()
     how: dict[str, Any] = {"criterion": setting.criterion, "per_cost": setting.per_cost, "coupling": setting.coupling}
-    plan = hap.prune_(model, batches[0][0][:2], _scored(batches), F.cross_entropy, flops=setting.flops, **how)
-    seconds["prune"] = time.perf_counter() - begun
-    begun = time.perf_counter()
-    repaired = _repair_(model, original, batches, plan, setting)
+    how["flops"] = setting.flops
+    if setting.rounds > 1:
+        how |= {"rounds": setting.rounds, "repair": setting.repair}
+        plan, repaired = hap.prune_(model, batches[0][0][:2], batches, F.cross_entropy, **how), {}
+    else:
+        plan = hap.prune_(model, batches[0][0][:2], _scored(batches), F.cross_entropy, **how)
+        seconds["prune"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        repaired = _repair_(model, original, data, batches, plan, setting)
     seconds["repair"] = time.perf_counter() - begun
     after = hap.evaluate(model, data)
     return {
@@ -104,11 +113,15 @@ def _scored(batches: list[Batch]) -> list[Batch]:
 
 
 def _repair_(
-    model: nn.Module, dense: nn.Module, batches: list[Batch], plan: hap.Plan, setting: Setting
+    model: nn.Module, dense: nn.Module, data: Data, batches: list[Batch], plan: hap.Plan, setting: Setting
 ) -> dict[str, Any]:
-    if setting.repair == "refit":
+    if setting.repair in ("refit", "distil"):
         report = hap.refit_(model, dense, batches, plan, rectified=setting.rectified, progress=False)
-        return {"output_error": {"before": report.before, "after": report.after}}
+        found: dict[str, Any] = {"output_error": {"before": report.before, "after": report.after}}
+        if setting.repair == "distil":
+            more = hap.distil_(model, dense, batches, setting.minutes, augment=data.augment, progress=False)
+            found["distilled"] = asdict(more)
+        return found
     if setting.repair == "norms":
         estimate_norms_(model, batches)
     elif setting.repair == "compensate":
@@ -121,17 +134,21 @@ def _repair_(
 def settings(choose: bool) -> Iterator[Setting]:
     """What is measured, the most telling first."""
     if choose:
-        criteria = ("magnitude", "gate-curvature", "hessian", "bn-scale", "taylor", "random")
+        criteria = ("reconstruction", "magnitude", "gate-curvature", "hessian", "bn-scale", "taylor", "random")
         for per_cost, flops, criterion in itertools.product((True, False), BUDGETS, criteria):
             yield Setting(flops, criterion, per_cost, images=1024)
         return
     for flops in BUDGETS:
         yield Setting(flops)
+    for flops in BUDGETS:
+        yield Setting(flops, repair="distil", minutes=5)
     for repair, flops in itertools.product(("none", "norms", "compensate"), BUDGETS):
         yield Setting(flops, repair=repair)
     for flops in BUDGETS:
-        yield Setting(flops, rectified=0)
+        yield Setting(flops, criterion="magnitude")
         yield Setting(flops, coupling="joint")
+        yield Setting(flops, rectified=0)
+        yield Setting(flops, rounds=3)
 
 
 def main(
