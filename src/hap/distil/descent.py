@@ -25,7 +25,7 @@ SEARCH = 0.2
 """The share of the budget for finding the rate."""
 WARMUP = 0.05
 """The share of a run in which the rate rises."""
-LOOKS = 20
+LOOKS = 12
 """How often the samples held out are looked at in the long run, less where that would take long."""
 LOOKING = 0.1
 """The share of the time that looking takes at most."""
