@@ -62,6 +62,8 @@ class Plan:
     """Whether it equals the dense one in which layers read zeros for removed units: no norm reads them on the way."""
     untouched: str = ""
     """What no plan could have touched, in one sentence; empty where that is not worth a word."""
+    curve: tuple[Tried, ...] = ()
+    """What else was tried to meet a tolerated drop (`hap.prune_(..., max_drop=)`), by FLOPs left."""
 
     def check_fits(self, model: nn.Module) -> None:
         """Refuse a model that the plan was not made for, or on which it was carried out already: HapError says why."""
@@ -79,7 +81,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in (*STEPS, "turns"):
+        for name in (*STEPS, "turns", "curve"):
             values[name] = [dataclasses.asdict(item) for item in values[name]]
         values["implant"] = self.implant.to_dict() if self.implant else None
         values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
@@ -88,11 +90,19 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         try:
-            values = {"narrowings": [], "turns": [], "masks": bool(values["exact"]), "untouched": "", **values}
+            values = {
+                "narrowings": [],
+                "turns": [],
+                "masks": bool(values["exact"]),
+                "untouched": "",
+                "curve": [],
+                **values,
+            }
             known = {f.name for f in dataclasses.fields(cls)}
             if set(values) != known:
                 raise HapError(f"fields {sorted(set(values) ^ known)} are missing or unknown")
             made: dict[str, Any] = {k: tuple(kind(**_tuples(v)) for v in values[k]) for k, kind in STEPS.items()}
+            made["curve"] = tuple(Tried(**v) for v in values["curve"])
             made["turns"] = tuple(_space(**v) for v in values["turns"])
             implant = implant_from_dict(values["implant"]) if values["implant"] else None
             costs = {k: Cost(**values[k]) for k in ("before", "after")}
@@ -135,6 +145,17 @@ def _space(left: list[Any], right: list[Any], **rest: Any) -> HeadSpace:
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A budget that was tried: shares of FLOPs and parameters left, the drop in quality, and what it is at most."""
+
+    flops: float
+    params: float
+    drop: float
+    bound: float
+    within: bool
 
 
 # ---- steps ---------------------------------------------------------------------------------------------------

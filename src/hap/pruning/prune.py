@@ -17,11 +17,12 @@ from hap.groups.groups import Groups
 from hap.groups.types import Frozen
 from hap.groups.unprunable_summary import layer_of, nothing_in_words, share_unprunable
 from hap.implants import Implant, as_implant
-from hap.planning.budget import DEFAULT_LIMITS, Budget, Limits
+from hap.planning.budget import DEFAULT_LIMITS, Limits
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
-from hap.pruning.prune_in_rounds import Choice, check_rounds, plan_in_rounds
+from hap.pruning.plan_for_drop import Evaluate, Tolerance, goal_of, reach
+from hap.pruning.prune_in_rounds import Choice, check_rounds
 from hap.pruning.repair import apply_with_repair_, checked_repair
 from hap.scoring import Criterion
 from hap.scoring.base import Loss
@@ -52,6 +53,9 @@ def prune_(
     channels: float | None = None,
     activations: float | None = None,
     latency: float | None = None,
+    max_drop: float | None = None,
+    max_rise: float | None = None,
+    evaluate: Evaluate | None = None,
     backend: str = "eager",
     threads: int | None = None,
     implant: Implant | float | None = None,
@@ -71,36 +75,34 @@ def prune_(
     """Prune a trained `model`, which is in eval mode, in place. If anything fails, it is left as it was.
 
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
-    >>> plan = prune_(net, net[0].weight[:2].detach(), criterion="magnitude", flops=0.5)
-    >>> net[0].out_features
-    8
+    >>> prune_(net, net[0].weight[:2].detach(), criterion="magnitude", flops=0.5).after.macs / 192
+    0.5
 
     Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
-    the fraction LEFT. `backend` and `threads` are for `latency`, which is met by timing copies. `implant` may be the
-    share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`,
-    without labels: "refit" solves every layer anew (`hap.refit_`), "distil" then trains for `minutes` (`hap.distil_`,
-    with `augment`), "norms" estimates batch normalisations again, "compensate" adjusts what reads removed units.
-    `minutes` alone means "distil", `compensate=True` "compensate". With several `rounds` a part of the units goes, what
-    is left is repaired, and scores are taken anew; the plan is one on the dense model.
+    the fraction LEFT; `latency` is met by timing copies. In place of one, `max_drop` finds the smallest network that is
+    at most so much worse by `evaluate(model)` (higher is better; a value for each sample held out, or one for all), and
+    `max_rise` by the loss of every fourth sample of `batches`; `plan.curve` has what was tried. `implant` may be the
+    share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`:
+    "refit" solves every layer anew, "distil" then trains for `minutes` with `augment`, "norms" estimates batch
+    normalisations again, "compensate" adjusts what reads removed units. In several `rounds` a part goes each time, the
+    rest is repaired, and scores are taken anew. What torch.export cannot capture as a whole is pruned by its parts,
+    which a warning names.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
-    A model that torch.export cannot capture as a whole, such as a detector, is pruned by its parts (`hap.parts`), which
-    a warning names: what passes between them is kept, and budgets of FLOPs are those of the parts.
     """
     check_given(model, example)
-    budget = Budget(params, flops, channels, latency, activations)
     batches = list(batches) if batches is not None else None
-    repair = checked_repair(repair, compensate, minutes, batches)
-    kind = as_implant(implant)
-    check_rounds(rounds, budget, kind)
+    asked = {"params": params, "flops": flops, "channels": channels, "latency": latency, "activations": activations}
+    goal = goal_of(asked, max_drop, max_rise, evaluate, batches, loss)
+    repair = checked_repair(repair, compensate, minutes, batches, "refit" if isinstance(goal, Tolerance) else None)
+    check_rounds(rounds, latency, kind := as_implant(implant))
     with outside_inference(model):
         groups, view = _traced(model, example, kind, coupling, ignore, stream)
-        how = batches, loss, criterion, kind, limits, per_cost, backend, threads
-        chosen, start = plan_in_rounds(Choice(model, groups, example, *how), budget, rounds, repair)
+        given = model, groups, example, batches, loss, criterion, kind, limits, per_cost, backend, threads
+        chosen, repaired = reach(Choice(*given), goal, rounds, repair)
         if view is not None and verify:
             check_parts(model, view, chosen, example)
-        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, start, minutes, augment)
-    _warn_of_much(groups, view, chosen)
-    return chosen
+        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, minutes, augment, repaired)
+    return _warned_of_much(groups, view, chosen)
 
 
 def _traced(
@@ -113,10 +115,12 @@ def _traced(
     return groups, view
 
 
-def _warn_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> None:
+def _warned_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> Plan:
+    """The plan, after a warning if much could not be touched."""
     if share_unprunable(groups) > MUCH:
         more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
         warnings.warn(chosen.untouched + more, stacklevel=3)
+    return chosen
 
 
 # ---- models that torch.export cannot capture as a whole ----

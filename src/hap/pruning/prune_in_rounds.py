@@ -46,30 +46,30 @@ class Choice:
         return plan_for_latency(*given, **how).plan
 
 
-def plan_in_rounds(choice: Choice, budget: Budget, rounds: int, repair: str | None) -> tuple[Plan, nn.Module | None]:
+def plan_in_rounds(
+    choice: Choice, budget: Budget, rounds: int, repair: str | None, known: Scores | None = None
+) -> tuple[Plan, nn.Module | None]:
     """The plan of the last round, on the dense model, and a model of the dense shape with the values to start from.
 
     After each round but the last, the pruned and repaired network is written back into the dense shape, with zeros for
     what is gone, and scored again. Its budgets fall by the same factor each; the last one is `budget` itself. Implants
-    are placed in the last round.
+    are placed in the last round. `known` are scores of the dense model that are there already.
     """
     start: nn.Module | None = None
-    gone: dict[str, list[int]] = {}
+    scores = choice.scores(choice.model) if known is None else known
     for number in range(1, rounds):
-        scores = below_all(choice.scores(start or choice.model), gone)
         made = choice.plan(scores, _share(budget, number / rounds), None)
-        repaired = repaired_copy(choice.model, made, choice.batches, repair, start)
-        start, gone = masked_copy(choice.model, repaired, made), made.removed
-    scores = below_all(choice.scores(start or choice.model), gone)
+        start = masked_copy(choice.model, repaired_copy(choice.model, made, choice.batches, repair, start), made)
+        scores = below_all(choice.scores(start), made.removed)
     return choice.plan(scores, budget, choice.implant), start
 
 
-def check_rounds(rounds: int, budget: Budget, implant: Implant | None) -> None:
+def check_rounds(rounds: int, latency: float | None, implant: Implant | None) -> None:
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise HapError(Argument("rounds", rounds), "; expected a whole number of at least 1")
-    if rounds > 1 and budget.latency is not None:
+    if rounds > 1 and latency is not None:
         why = " takes one round, since it is met by timing copies; ask for "
-        raise HapError(Argument("latency", budget.latency), why, Argument("flops"), " instead, or leave out rounds")
+        raise HapError(Argument("latency", latency), why, Argument("flops"), " instead, or leave out rounds")
     if rounds > 1 and implant is not None and implant.needs_head_spaces:
         raise HapError(
             f"{type(implant).__name__} turns heads of the dense model, which takes one round; leave out rounds"

@@ -39,9 +39,12 @@ def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
         raise HapError(asked or Argument("repair", repair), " needs batches, an iterable of (input, target)")
 
 
-def checked_repair(repair: str | None, compensate: bool, minutes: float | None, batches: object) -> str | None:
-    """The name of the repair that is asked for. Refuses what is not known, and inputs that are missing."""
-    repair = repair_asked(repair, compensate, minutes)
+def checked_repair(
+    repair: str | None, compensate: bool, minutes: float | None, batches: object, default: str | None = None
+) -> str | None:
+    """The name of the repair that is asked for. Refuses what is not known, and inputs that are missing. Where nothing
+    is asked for it is the `default`, if there are inputs."""
+    repair = repair_asked(repair, compensate, minutes) or (None if batches is None else default)
     check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
     return repair
 
@@ -53,23 +56,23 @@ def apply_with_repair_(
     verify: bool,
     batches: Iterable[Any] | None,
     repair: str | None,
-    start: nn.Module | None = None,
     minutes: float | None = None,
     augment: Callable[[Any], Any] | None = None,
+    repaired: nn.Module | None = None,
 ) -> nn.Module:
     """Carry out a plan in place, and repair what is left on the inputs of `batches`. All or nothing.
 
     Arguments: those of `apply_`, and a `repair`. "refit" solves every layer anew (`hap.refit_`), "distil" then trains
     for `minutes` towards the dense outputs (`hap.distil_`, which also takes `augment`), "norms" estimates the
-    statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`). `start`
-    is a model of the dense shape with the values to begin with, where these are not the model's own.
+    statistics of batch normalisations again, "compensate" adjusts what reads removed units (`hap.compensate_`).
+    `repaired` is what `repaired_copy` returned, where that was called already.
     Returns: the model.
     """
     check_repair(repair, batches)
-    if repair is None and start is None:
+    if repair is None and repaired is None:
         return apply_(model, plan, example, verify, batches)
     batches = None if batches is None else list(batches)
-    repaired = repaired_copy(model, plan, batches, repair, start)
+    repaired = repaired or repaired_copy(model, plan, batches, repair)
     if repair == "distil":
         distil_(repaired, model, batches or (), minutes, augment=augment)
     values = {name: tensor.detach() for name, tensor in named_tensors(repaired).items()}
@@ -83,7 +86,7 @@ def repaired_copy(
     model: nn.Module, plan: Plan, batches: list[Any] | None, repair: str | None, start: nn.Module | None = None
 ) -> nn.Module:
     """A copy of `start` (the model itself if None), pruned by a plan and repaired to do what the model does. Nothing is
-    trained: "distil" is a refit here."""
+    trained: "distil" is a refit here. `start` is of the dense shape and has the values to begin with."""
     source = model if start is None else start
     copy = copy_with(source, {name: parameter.detach().clone() for name, parameter in source.named_parameters()})
     if repair == "compensate":

@@ -78,7 +78,7 @@ class Work:
         images, repair = first_images(self.data, near=self.model), self.step.repair_name
         self.say(f"pruning, and checking the result by running it{f'; then {repair}' if repair else ''}")
         augment = self.data.augment if self.data.pad or self.data.flip else None
-        how = repair, None, self.step.minutes, augment
+        how = repair, self.step.minutes, augment
         apply_with_repair_(self.model, plan, images, True, self.batches(), *how)
         distributed.broadcast_(self.model)
 
