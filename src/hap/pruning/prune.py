@@ -85,8 +85,7 @@ def prune_(
     share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`:
     "refit" solves every layer anew, "distil" then trains for `minutes` with `augment`, "norms" estimates batch
     normalisations again, "compensate" adjusts what reads removed units. In several `rounds` a part goes each time, the
-    rest is repaired, and scores are taken anew. What torch.export cannot capture as a whole is pruned by its parts,
-    which a warning names.
+    rest is repaired, and scores are taken anew. A model that cannot be captured as a whole is pruned by its parts.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     """
     check_given(model, example)
