@@ -228,6 +228,21 @@ def test_minutes_of_distillation_follow_the_pruning(dense: Path, tmp_path: Path)
     assert said.exit_code != 0 and "'norms', which takes no minutes" in said.output
 
 
+def test_a_tolerated_drop_in_place_of_a_budget(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pruned.safetensors"
+    how = "--criterion", "magnitude", "--per-cost", "--calibration", 128, "--out", out
+    said = ok("prune", dense, *how, "--max-drop", 30)
+    saved = hap.read(out)
+    assert saved.plan is not None and any(tried.within for tried in saved.plan.curve)
+    assert saved.about["prune"]["max_drop"] == 30 and saved.about["prune"]["evaluated"] > 1000
+    assert saved.metrics["dense"]["accuracy"] - saved.metrics["accuracy"] < 0.35
+    assert "what was tried" in said and "tolerated" in said
+    refused = invoke("prune", dense, *how, "--max-drop", 1, "--flops", 0.5)
+    assert refused.exit_code != 0 and "--max-drop 1.0, --flops 0.5; give a tolerated drop" in refused.output
+    everything = invoke("prune", dense, *how, "--max-drop", 1, "--calibration", 5000)
+    assert everything.exit_code != 0 and "ask for fewer with --calibration" in everything.output
+
+
 def test_prune_and_info_say_what_could_not_be_touched(tiny: Path) -> None:
     (tiny / "tinynet.py").write_text(RECURRENT)
     ok("train", "--model", "tinynet:build", "--data", "digits", "--epochs", 1, "--out", "net.safetensors")

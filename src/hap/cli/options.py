@@ -52,6 +52,10 @@ Flops = Annotated[float | None, typer.Option(help="Share of the multiply-adds th
 Channels = Annotated[float | None, typer.Option(help="Share of the channels that is LEFT.")]
 Activations = Annotated[float | None, typer.Option(help="Share of what layers write that is LEFT.")]
 Latency = Annotated[float | None, typer.Option(help="Share of the measured time that is LEFT.")]
+MaxDrop = Annotated[
+    float | None,
+    typer.Option(help="In place of a budget: at most so many points of accuracy are lost, before any fine-tuning."),
+]
 TimedBatch = Annotated[int, typer.Option(min=1, help="Images of a timed call, with --latency.")]
 ImplantShare = Annotated[float, typer.Option(help="Share of the removed k x k channels to replace by implants.")]
 ImplantKind = Annotated[str, typer.Option(help="Pointwise (the paper's), LowRank, DepthwiseSeparable, SpatialLowRank.")]

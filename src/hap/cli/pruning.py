@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hap
 from hap.cli import options
@@ -16,6 +18,8 @@ from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.budget import Budget
 from hap.planning.plan import Plan
+from hap.pruning.plan_for_drop import Tolerance, check_alone, plan_for_drop
+from hap.pruning.prune_in_rounds import Choice
 from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
@@ -26,6 +30,8 @@ from hap.workflow.run import short_digest
 from hap.workflow.steps import Work, note_if_fewer_images
 
 KIND = "hap-scores"
+EVALUATED = 2000
+"""Training images, beside those that networks are scored and repaired on, that say what accuracy is lost."""
 
 
 def score(
@@ -95,6 +101,7 @@ def prune(
     channels: options.Channels = None,
     activations: options.Activations = None,
     latency: options.Latency = None,
+    max_drop: options.MaxDrop = None,
     backend: options.Backend = "eager",
     threads: options.Threads = None,
     batch: options.TimedBatch = 1,
@@ -129,23 +136,35 @@ def prune(
       hap prune runs/dense.safetensors --flops 0.5 --criterion magnitude \\
           --per-cost --coupling union --minutes 5 --out runs/half.safetensors
       hap prune runs/dense.safetensors --latency 0.5 --out runs/fast.safetensors
+      hap prune runs/dense.safetensors --max-drop 1 --out runs/nearly.safetensors
     """
     given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
-    if latency is not None and distributed.processes() > 1:
-        raise HapError("--latency is measured by one process; start hap prune without torchrun")
-    budget = hap.Budget(params, flops, channels, latency, activations)
-    how = {"budget": budget, "batch": batch, "backend": backend, "threads": threads}
-    given["channels"] = channels if latency is None else 1.0  # a step has a budget of its own; time is planned for here
+    asked = {"params": params, "flops": flops, "channels": channels, "latency": latency, "activations": activations}
+    searched = _searched(asked, max_drop, {"batch": batch, "backend": backend, "threads": threads})
+    given["channels"] = 1.0 if searched else channels  # a step has a budget of its own; these are planned for here
     step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
     check_saved_name(out, checkpoint, scores)
     _check_dense(checkpoint)
     network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
     work = Work(network, found, step, calibration, seed, stream=stream)
-    plan, metrics, timing = _prune(work, scores, checkpoint, None if latency is None else how)
-    asked = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **timing}
-    described = describe_network(spec, found) | {"prune": asked, "pruned_from": checkpoint.name}
+    plan, metrics, found_out = _prune(work, scores, checkpoint, searched)
+    settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **found_out}
+    described = describe_network(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
     tell_written(out)
+
+
+def _searched(asked: dict[str, float | None], max_drop: float | None, timed: dict[str, Any]) -> dict[str, Any]:
+    """What is met by trying: a tolerated drop, or a budget of time and how to time; nothing for other budgets."""
+    if max_drop is not None:
+        check_alone({"max_drop": max_drop, **asked})
+        return {"max_drop": max_drop}
+    budget = hap.Budget(**asked)
+    if budget.latency is None:
+        return {}
+    if distributed.processes() > 1:
+        raise HapError("--latency is measured by one process; start hap prune without torchrun")
+    return {"budget": budget, **timed}
 
 
 def _check_dense(checkpoint: Path) -> None:
@@ -154,15 +173,18 @@ def _check_dense(checkpoint: Path) -> None:
 
 
 def _prune(
-    work: Work, scores: Path | None, checkpoint: Path, timed: Mapping[str, Any] | None
+    work: Work, scores: Path | None, checkpoint: Path, searched: Mapping[str, Any]
 ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
-    """Prune in place and show it. Returns the plan, metrics after and before, and how time was measured."""
+    """Prune in place and show it. `searched`: what is met by trying, time or accuracy.
+
+    Returns the plan, metrics after and before, and how time or accuracy was measured."""
     _warn(note_if_fewer_images(work.data, work.images))
     before = {key: value for key, value in metrics_of(work.model, work.data).items() if key != "loss"}
     with working("pruning") as tell:
         work = dataclasses.replace(work, say=tell)
         known = work.score() if scores is None else _read_scores(scores, work, checkpoint)
-        plan, timing = (work.prune(*known), {}) if timed is None else _prune_to_time(work, *known, **timed)
+        search = _prune_to_drop if "max_drop" in searched else _prune_to_time
+        plan, timing = search(work, *known, **searched) if searched else (work.prune(*known), {})
     after = metrics_of(work.model, work.data)
     _show(plan, before, after, timing)
     return plan, {**after, "dense": before}, timing
@@ -179,6 +201,23 @@ def _prune_to_time(
     work.apply(made.plan)
     timing = {name: getattr(made, name) for name in ("ratio", "round_to", "backend", "threads", "device")}
     return made.plan, {"latency": budget.latency, **timing, "batch": batch}
+
+
+def _prune_to_drop(work: Work, groups: Groups, scores: Scores, max_drop: float) -> tuple[Plan, dict[str, Any]]:
+    """Prune until at most so many points of accuracy are lost, in place. Returns the plan, and what was asked for."""
+    work.say("pruning copies and seeing what they get right")
+    images, step = first_images(work.data, near=work.model), work.step
+    held = work.held_out(EVALUATED)
+
+    def right(model: nn.Module) -> Tensor:
+        return torch.cat([100.0 * (model(x).argmax(1) == y) for x, y in held])
+
+    how = step.make_criterion(work.seed), step.make_implant(), step.limits(), step.per_cost
+    choice = Choice(work.model, groups, images, work.batches(), F.cross_entropy, *how)
+    allowed = Tolerance("max_drop", max_drop, right)
+    plan, network = plan_for_drop(choice, allowed, repair=step.repair_name or "refit", known=scores)
+    work.apply(plan, network)
+    return plan, {"max_drop": max_drop, "evaluated": sum(len(y) for _, y in held)}
 
 
 def _read_scores(path: Path, work: Work, checkpoint: Path) -> tuple[Groups, Scores]:
@@ -214,7 +253,11 @@ def _show(plan: Plan, before: dict[str, Any], after: dict[str, Any], timing: dic
     say("FLOPs are multiply-adds of one image. Accuracy is before fine-tuning; hap finetune brings it back.")
     if plan.untouched:
         say(f"{plan.untouched}.")
-    if timing:
+    if plan.curve:
+        rows = [[f"{t.flops:.1%}", f"{t.drop:.2f}", f"{t.bound:.2f}", "yes" if t.within else "no"] for t in plan.curve]
+        screen().print(table(["FLOPs left", "points lost", "at most", "tolerated"], rows, title="what was tried"))
+        say("Points lost are those of training images that nothing else was taken from; at most: with 95% confidence.")
+    if "ratio" in timing:
         say(
             "Time left: {ratio:.1%} of the dense network's, measured with {backend}, {threads} threads, {batch} images "
             "a call, on {device}; widths are multiples of {round_to}.".format(**timing)

@@ -18,7 +18,7 @@ from hap.planning.choose_units import least_flops
 from hap.planning.plan import Plan, Tried
 from hap.pruning.prune_in_rounds import Choice, plan_in_rounds
 from hap.pruning.repair import repaired_copy
-from hap.scoring.base import Loss, samples
+from hap.scoring.base import Loss, Scores, samples
 from hap.scoring.sample_axis import samples_of
 
 TRIALS = 7
@@ -60,12 +60,9 @@ def goal_of(
     loss: Loss | None,
 ) -> Budget | Tolerance:
     """What `prune_` is to reach: a budget, or a tolerance in place of one."""
-    asked = {"max_drop": max_drop, "max_rise": max_rise, **limits}
-    given = {name: value for name, value in asked.items() if value is not None}
     if max_drop is None and max_rise is None:
         return Budget(**limits)
-    if len(given) > 1:
-        raise HapError(*Argument.listed(given), "; give a tolerated drop or a budget, not both")
+    check_alone({"max_drop": max_drop, "max_rise": max_rise, **limits})
     if max_drop is not None:
         if evaluate is None:
             wanted = "evaluate, a function of the model that returns how good it is on data held out, higher is better"
@@ -74,6 +71,13 @@ def goal_of(
     if batches is None or loss is None:
         raise HapError(Argument("max_rise", max_rise), " needs batches, an iterable of (input, target), and a loss")
     return Tolerance("max_rise", max_rise, lambda model: -held_out_losses(model, batches, loss))  # type: ignore[arg-type]
+
+
+def check_alone(asked: dict[str, float | None]) -> None:
+    """Refuse several goals, of which one is a tolerance."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    if len(given) > 1:
+        raise HapError(*Argument.listed(given), "; give a tolerated drop or a budget, not both")
 
 
 @torch.no_grad()
@@ -102,29 +106,31 @@ def reach(choice: Choice, goal: Budget | Tolerance, rounds: int, repair: str | N
     return plan, repaired_copy(choice.model, plan, choice.batches, repair, start)
 
 
-def plan_for_drop(choice: Choice, allowed: Tolerance, rounds: int, repair: str | None) -> tuple[Plan, nn.Module]:
+def plan_for_drop(
+    choice: Choice, allowed: Tolerance, rounds: int = 1, repair: str | None = "refit", known: Scores | None = None
+) -> tuple[Plan, nn.Module]:
     """The plan that leaves the fewest FLOPs within the tolerance, and the pruned and repaired network.
 
     Bisection over budgets of FLOPs. Each network is pruned and repaired on a copy, and counts as within the tolerance
     if its mean drop is so with 95% confidence, all trials together: paired over samples, where `evaluate` returns one
-    value for each. The plan's `curve` has all that was tried.
+    value for each. The plan's `curve` has all that was tried. `known` are scores of the dense model.
     """
     dense = allowed.values(choice.model)
-    scores = choice.scores(choice.model)
+    scores = choice.scores(choice.model) if known is None else known
     low = least_flops(choice.groups, scores, choice.implant, choice.limits, choice.per_cost)
     high, tried, best = 1.0, list[tuple[Plan, Tried]](), None
     for _ in range(TRIALS):
         share = (low + high) / 2
         plan, start = plan_in_rounds(choice, Budget(flops=share), rounds, repair, scores)
-        known = next((about for other, about in tried if other == plan), None)
-        if known is None:
+        about = next((about for other, about in tried if other == plan), None)
+        if about is None:
             network = repaired_copy(choice.model, plan, choice.batches, repair, start)
             drop, bound = drop_and_bound(dense, allowed.values(network))
             left = plan.after.macs / plan.before.macs, plan.after.params / plan.before.params
-            known = Tried(*left, drop, bound, bound <= allowed.most)
-            tried.append((plan, known))
-            best = (plan, network) if known.within else best
-        low, high = (low, share) if known.within else (share, high)
+            about = Tried(*left, drop, bound, bound <= allowed.most)
+            tried.append((plan, about))
+            best = (plan, network) if about.within else best
+        low, high = (low, share) if about.within else (share, high)
     curve = sorted((about for _, about in tried), key=lambda about: about.flops)
     if best is None:
         nearest = curve[-1]

@@ -53,6 +53,17 @@ class Work:
     def batches(self) -> list[Batch]:
         return calibration(self.data, self.model, self.images, self.seed)
 
+    def held_out(self, count: int) -> list[Batch]:
+        """At most so many training images beside those that `batches` has."""
+        drawn = calibration(self.data, self.model, self.images + count, self.seed)
+        x, y = (torch.cat(parts)[self.images :] for parts in zip(*drawn, strict=True))
+        if not len(y):
+            raise HapError(
+                f"{self.data.name} has {len(self.data.train)} training images, and all are scored on; ask "
+                "for fewer with --calibration, so that some are left to measure accuracy on"
+            )
+        return list(zip(x.split(100), y.split(100), strict=True))
+
     def trace(self) -> Groups:
         return hap.trace(self.model, first_images(self.data, near=self.model), self.step.coupling, stream=self.stream)
 
@@ -73,12 +84,12 @@ class Work:
         self.apply(plan)
         return plan
 
-    def apply(self, plan: Plan) -> None:
-        """Apply a plan, in place, with the repair that the step asks for."""
+    def apply(self, plan: Plan, repaired: nn.Module | None = None) -> None:
+        """Apply a plan, in place, with the repair that the step asks for, or with what is repaired already."""
         images, repair = first_images(self.data, near=self.model), self.step.repair_name
         self.say(f"pruning, and checking the result by running it{f'; then {repair}' if repair else ''}")
         augment = self.data.augment if self.data.pad or self.data.flip else None
-        how = repair, self.step.minutes, augment
+        how = repair, self.step.minutes, augment, repaired
         apply_with_repair_(self.model, plan, images, True, self.batches(), *how)
         distributed.broadcast_(self.model)
 
