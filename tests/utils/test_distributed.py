@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import runpy
 import socket
@@ -31,6 +32,7 @@ CRITERIA = {
     "taylor": hap.Taylor(),
     "fisher": hap.DiagonalFisher(),
     "obd": hap.OBD(probes=30),
+    "reconstruction": hap.Reconstruction(),
 }
 
 
@@ -51,6 +53,22 @@ def scored(criterion: str, share: list[tuple[torch.Tensor, torch.Tensor]]) -> di
 def plan_of(scores: dict[str, torch.Tensor]) -> str:
     model, example = CASES["residual"]()
     return hap.plan(hap.trace(model, example), hap.Scores(scores), hap.Budget(params=0.5)).to_json()
+
+
+def refitted(share: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A pruned network that is solved anew on these inputs, of which each batch has four or eight."""
+    model, example = CASES["residual"]()
+    dense, groups = copy.deepcopy(model), hap.trace(model, example)
+    plan = hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(channels=0.6))
+    report = hap.refit_(hap.apply_(model, plan, example), dense, share, plan, progress=False)
+    assert report.after < report.before
+    about = {"error": torch.tensor(report.after), "solved": torch.tensor([x.ridge or 0.0 for x in report.layers])}
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()} | about
+
+
+def in_fours() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(4)).double()
+    return [(x[:8], x), (x[8:16], x), (x[16:], x)]
 
 
 def sharded_scores(share: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], nn.Module]:
@@ -87,6 +105,7 @@ def work(rank: int, folder: str) -> None:
     text = distributed.from_first(lambda: plan_of(torch.load(f"{folder}/exact-0.pt", weights_only=True)))
     Path(f"{folder}/plan-{rank}.json").write_text(text)
     torch.save(trained(), f"{folder}/trained-{rank}.pt")
+    torch.save(refitted(in_fours()[:1] if rank == 0 else in_fours()[1:]), f"{folder}/refitted-{rank}.pt")
     even = [(x[: len(x) // 2 * 2], y[: len(y) // 2 * 2]) for x, y in batches()]
     for name, at_once in (("whole", 5), ("parts", 2)):
         gauss_newton.Survey.vectors_at_once = lambda self, count, n=at_once: n
@@ -154,6 +173,12 @@ def test_two_processes_train_like_one(folder: Path) -> None:
     alone = trained()
     for rank in range(2):
         assert same(torch.load(folder / f"trained-{rank}.pt", weights_only=True), alone)
+
+
+def test_two_processes_refit_like_one(folder: Path) -> None:
+    alone = refitted(in_fours())
+    for rank in range(2):
+        assert same(torch.load(folder / f"refitted-{rank}.pt", weights_only=True), alone, 1e-8)
 
 
 @pytest.mark.parametrize("at_once", ["whole", "parts"])
