@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import hap
 from hap.data import Batch, Data, Split
@@ -60,11 +60,50 @@ def held_out(data: Data) -> Data:
     return Data(parts[0], parts[1], data.classes, data.mean, data.std, data.name, data.pad, data.flip)
 
 
-def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Reference:
+    """A dense network, its data, and what it answers on the test split and on mixtures of its images."""
+
+    model: nn.Module
+    data: Data
+    accuracy: float
+    answers: Tensor
+    mixed_answers: Tensor
+
+    @classmethod
+    def of(cls, dense: Dense, data: Data) -> "Reference":
+        model, data = dense.load(data)
+        answers = [answered(model, data, mixed) for mixed in (False, True)]
+        return cls(model, data, hap.evaluate(model, data).accuracy, *answers)
+
+
+@torch.no_grad()
+def answered(model: nn.Module, data: Data, mixed: bool) -> Tensor:
+    """Log-probabilities for the images of the test split, or for 0.6 of one image and 0.4 of another."""
+    batches = (0.6 * x + 0.4 * x.flip(0) if mixed else x for x, _ in data.batches("test", 100))
+    with eval_mode(model):
+        return torch.cat([model(x).log_softmax(1) for x in batches])
+
+
+def fidelity(model: nn.Module, reference: Reference) -> dict[str, float]:
+    """How near the model's answers are to the dense model's, on the test split and on mixtures of its images.
+
+    `divergence` is the mean Kullback-Leibler divergence in nats per image, `agreement` the share of equal answers. On
+    images that a network was trained on, a dense network is all but certain, so that nearly anything agrees with it;
+    on `mixed` ones it is not.
+    """
+    found = {}
+    for prefix, theirs in (("", reference.answers), ("mixed_", reference.mixed_answers)):
+        ours = answered(model, reference.data, bool(prefix))
+        found[f"{prefix}divergence"] = float(F.kl_div(ours, theirs, reduction="batchmean", log_target=True))
+        found[f"{prefix}agreement"] = float((ours.argmax(1) == theirs.argmax(1)).double().mean())
+    return found
+
+
+def measure(name: str, reference: Reference, setting: Setting) -> dict[str, Any]:
     """Prune one network, repair it, and count right answers."""
-    model, data = dense.load(data)
+    model, original, data = copy.deepcopy(reference.model), reference.model, reference.data
     batches = data.calibration(setting.images)
-    before, original = hap.evaluate(model, data), copy.deepcopy(model)
     seconds = {}
     begun = time.perf_counter()
     how: dict[str, Any] = {"criterion": setting.criterion, "per_cost": setting.per_cost, "coupling": setting.coupling}
@@ -82,12 +121,12 @@ def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
     return {
         "kind": "hap-post-training",
         "format": 1,
-        "network": dense.name,
+        "network": name,
         "setting": asdict(setting),
-        "dense": before.accuracy,
+        "dense": reference.accuracy,
         "accuracy": after.accuracy,
-        "drop": before.accuracy - after.accuracy,
-        **fidelity(model, original, data),
+        "drop": reference.accuracy - after.accuracy,
+        **fidelity(model, reference),
         "flops_left": plan.after.macs / plan.before.macs,
         "params_left": plan.after.params / plan.before.params,
         "examples": after.count,
@@ -95,23 +134,6 @@ def measure(dense: Dense, data: Data, setting: Setting) -> dict[str, Any]:
         **repaired,
         **provenance(),
     }
-
-
-def fidelity(model: nn.Module, dense: nn.Module, data: Data) -> dict[str, float]:
-    """How near the model's answers are to the dense model's, on the test split and on mixtures of its images.
-
-    `divergence` is the mean Kullback-Leibler divergence in nats per image, `agreement` the share of equal answers. On
-    images that a network was trained on, a dense network is all but certain, so that nearly anything agrees with it;
-    on `mixed` ones, 0.6 of one image and 0.4 of another, it is not.
-    """
-    found = {"divergence": 0.0, "agreement": 0.0, "mixed_divergence": 0.0, "mixed_agreement": 0.0}
-    with eval_mode(model), eval_mode(dense), torch.no_grad():
-        for x, _ in data.batches("test", 100):
-            for prefix, images in (("", x), ("mixed_", 0.6 * x + 0.4 * x.flip(0))):
-                ours, theirs = (m(images).log_softmax(1) for m in (model, dense))
-                found[f"{prefix}divergence"] += float(F.kl_div(ours, theirs, reduction="sum", log_target=True))
-                found[f"{prefix}agreement"] += int((ours.argmax(1) == theirs.argmax(1)).sum())
-    return {name: value / len(data.test) for name, value in found.items()}
 
 
 def _scored(batches: list[Batch]) -> list[Batch]:
@@ -170,10 +192,12 @@ def main(
     found = hap.data.load("cifar10", data)
     found = held_out(found) if choose else found
     folder = out / "choosing" if choose else out
+    known: dict[str, Reference] = {}
     for setting, dense in itertools.product(settings(choose), dense_networks(Path.cwd(), others)):
         path = folder / f"resnet56-{dense.name}-{setting.slug}.json"
         if only in dense.name and match in setting.slug and not path.exists():
-            record = measure(dense, found, setting)
+            reference = known[dense.name] = known.get(dense.name) or Reference.of(dense, found)
+            record = measure(dense.name, reference, setting)
             write_json(path, record)
             print(f"{path.stem}: {100 * record['dense']:.2f} -> {100 * record['accuracy']:.2f}", flush=True)
 
