@@ -76,6 +76,7 @@ def test_bounds_hold_as_often_as_they_say() -> None:
     assert wrong <= 400 * 0.05 / 7 * 2
     few = torch.ones(20).double()
     assert drop_and_bound(torch.cat([few, 0 * few]), torch.cat([few, 0 * few]))[1] > 0.03
+    assert drop_and_bound(few, few)[1] > 0.03  # all right, and no drop seen: still not certain
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,9 @@ def test_bounds_hold_as_often_as_they_say() -> None:
         ({"max_drop": 1.0}, "max_drop=1.0 needs evaluate"),
         ({"max_rise": 1.0}, "max_rise=1.0 needs batches"),
         ({"max_drop": 1.0, "flops": 0.5}, "max_drop=1.0, flops=0.5; give a tolerated drop or a budget"),
+        ({"flops": 0.5, "evaluate": float}, "evaluate is for max_drop"),
+        ({"flops": 0.5, "augment": abs}, "augment is for repair='distil'"),
+        ({"max_drop": 1.0, "evaluate": float, "repair": "norms"}, "expected repair 'refit' or 'none', not 'norms'"),
         ({"max_drop": -1, "evaluate": float}, "max_drop=-1; expected a number above 0"),
         ({"max_drop": 1.0, "evaluate": lambda m: float("nan")}, "evaluate returns nan; expected a finite number"),
         ({"max_drop": 1.0, "evaluate": lambda m: torch.rand(0)}, "evaluate returns"),
@@ -96,6 +100,22 @@ def test_what_cannot_be_asked_for_is_refused_and_nothing_is_lost(how: dict[str, 
     with pytest.raises(hap.HapError, match=message.replace(".", r"\.")):
         hap.prune_(dense, example, None if "max_rise" in how else batches, **how, **HOW)
     assert_unchanged(dense, before)
+
+
+def test_losses_of_outputs_that_are_no_samples_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0, 1))
+    batch = torch.randn(8, 5, 4), torch.randint(0, 3, (40,))
+    with pytest.raises(hap.HapError, match="8 samples go in and 40 come out"):
+        held_out_losses(model, [batch], F.cross_entropy)
+
+
+def test_no_repair_can_be_asked_for() -> None:
+    dense, example, batches = network()
+    model = copy.deepcopy(dense)
+    how = {**HOW, "max_drop": 90.0, "evaluate": agreement(dense, 200)}
+    plan = hap.prune_(model, example, batches, repair="none", **how)
+    assert torch.equal(model[0].weight, dense[0].weight[plan.kept["0"]])
+    assert torch.equal(model[1].running_mean, dense[1].running_mean[plan.kept["0"]])
 
 
 def test_values_of_another_number_are_refused() -> None:

@@ -13,9 +13,11 @@ import hap
 from cases import CASES
 from checks import assert_unchanged, implantable, random_plan, run, snapshot, traced
 from hap.graph.nodes import short_name
+from hap.refit.calibration import Calibration
 from hap.refit.fit_layer import fit_layer
 from hap.refit.flow import LINEAR
 from hap.refit.graph_run import Graph, GraphRun
+from hap.refit.parameters import LayerParameters
 from hap.refit.ridge_regression import Affine, Moments, RidgeSolver
 from hap.refit.rows import LinearMap, at, by_axis
 
@@ -295,3 +297,14 @@ def test_outputs_of_a_few_lines_come_much_nearer() -> None:
         old = F.mse_loss(net(x), dense(x))
         hap.refit_(net, dense, [(x, None)], plan)
         assert F.mse_loss(net(x), dense(x)) < 0.2 * old
+
+
+def test_the_quarter_held_out_is_the_same_whatever_the_shapes() -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    numbers = torch.arange(26).float()[:, None] + torch.rand(1, 4) / 2
+    inputs = list(numbers.split([10, 6, 10]))
+    calibration = Calibration(copy.deepcopy(dense), dense, hap.draft(hap.trace(dense, inputs[0]), {}), inputs, 10**6)
+    layer = calibration.work.layers[0]
+    _, held = calibration.rows(layer, LayerParameters(layer, calibration.passes[0].graphs[0]))
+    assert held.x[0, :, 0].floor().sort().values.tolist() == [3, 7, 11, 15, 19, 23]

@@ -140,8 +140,8 @@ def prune(
     """
     given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
     asked = {"params": params, "flops": flops, "channels": channels, "latency": latency, "activations": activations}
-    searched = _searched(asked, max_drop, {"batch": batch, "backend": backend, "threads": threads})
-    given["channels"] = 1.0 if searched else channels  # a step has a budget of its own; these are planned for here
+    searched = _searched(asked, max_drop, scores, {"batch": batch, "backend": backend, "threads": threads})
+    given |= {"channels": 1.0, "repair": repair or ("refit" if max_drop else None)} if searched else {}
     step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
     check_saved_name(out, checkpoint, scores)
     _check_dense(checkpoint)
@@ -154,10 +154,17 @@ def prune(
     tell_written(out)
 
 
-def _searched(asked: dict[str, float | None], max_drop: float | None, timed: dict[str, Any]) -> dict[str, Any]:
-    """What is met by trying: a tolerated drop, or a budget of time and how to time; nothing for other budgets."""
+def _searched(
+    asked: dict[str, float | None], max_drop: float | None, scores: Path | None, timed: dict[str, Any]
+) -> dict[str, Any]:
+    """What is met by trying, beside the budget of a step: a tolerated drop, or a budget of time and how to time."""
     if max_drop is not None:
         check_alone({"max_drop": max_drop, **asked})
+        if scores is not None:
+            raise HapError(
+                "--max-drop measures on images that no score has seen, and a file of scores does not say "
+                "which it has seen; leave out --scores"
+            )
         return {"max_drop": max_drop}
     budget = hap.Budget(**asked)
     if budget.latency is None:
@@ -215,7 +222,7 @@ def _prune_to_drop(work: Work, groups: Groups, scores: Scores, max_drop: float) 
     how = step.make_criterion(work.seed), step.make_implant(), step.limits(), step.per_cost
     choice = Choice(work.model, groups, images, work.batches(), F.cross_entropy, *how)
     allowed = Tolerance("max_drop", max_drop, right)
-    plan, network = plan_for_drop(choice, allowed, repair=step.repair_name or "refit", known=scores)
+    plan, network = plan_for_drop(choice, allowed, repair=step.repair_name, known=scores)
     work.apply(plan, network)
     return plan, {"max_drop": max_drop, "evaluated": sum(len(y) for _, y in held)}
 

@@ -83,6 +83,8 @@ class Plan:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in (*STEPS, "turns", "curve"):
             values[name] = [dataclasses.asdict(item) for item in values[name]]
+        if not self.curve:  # plans without it are as older versions read them
+            del values["curve"]
         values["implant"] = self.implant.to_dict() if self.implant else None
         values["before"], values["after"] = dataclasses.asdict(self.before), dataclasses.asdict(self.after)
         return values

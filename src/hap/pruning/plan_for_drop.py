@@ -20,6 +20,7 @@ from hap.pruning.prune_in_rounds import Choice, plan_in_rounds
 from hap.pruning.repair import repaired_copy
 from hap.scoring.base import Loss, Scores, samples
 from hap.scoring.sample_axis import samples_of
+from hap.utils import distributed
 
 TRIALS = 7
 """So many networks are tried: the share of FLOPs that is left is then known to less than one in a hundred."""
@@ -47,7 +48,8 @@ class Tolerance:
             found = self.evaluate(model)
         values = torch.as_tensor(found, dtype=torch.float64).detach().cpu().flatten()
         if not len(values) or not bool(values.isfinite().all()):
-            raise HapError(f"evaluate returns {found!r:.80}; expected a finite number, or one for each of some samples")
+            who = "evaluate" if self.name == "max_drop" else "the negative loss of each sample held out"
+            raise HapError(f"{who} returns {found!r:.80}; expected a finite number, or one for each of some samples")
         return values
 
 
@@ -60,6 +62,8 @@ def goal_of(
     loss: Loss | None,
 ) -> Budget | Tolerance:
     """What `prune_` is to reach: a budget, or a tolerance in place of one."""
+    if evaluate is not None and max_drop is None:
+        raise HapError("evaluate is for max_drop, which is not given: nothing else would call it")
     if max_drop is None and max_rise is None:
         return Budget(**limits)
     check_alone({"max_drop": max_drop, "max_rise": max_rise, **limits})
@@ -88,6 +92,9 @@ def held_out_losses(model: nn.Module, batches: list[Any], loss: Loss) -> Tensor:
         args, kwargs = copied(call_arguments(batch[0]))
         both = model(*args, **kwargs), batch[1]
         count = samples(batch)
+        if samples(both) != count:
+            seen = f"{count} samples go in and {samples(both)} come out on the first axis"
+            raise HapError(f"losses of single samples cannot be told apart: {seen}; use max_drop with evaluate")
         for place in torch.arange(count)[held_out(before + torch.arange(count))].tolist():
             found.append(loss(*samples_of(both, slice(place, place + 1))))
         before += count
@@ -115,6 +122,11 @@ def plan_for_drop(
     if its mean drop is so with 95% confidence, all trials together: paired over samples, where `evaluate` returns one
     value for each. The plan's `curve` has all that was tried. `known` are scores of the dense model.
     """
+    if distributed.processes() > 1:
+        raise HapError(Argument(allowed.name, allowed.most), " is met by one process; start without torchrun")
+    if repair not in (None, "refit"):
+        why = f" is met by refits, which hold samples out; expected repair 'refit' or 'none', not {repair!r}"
+        raise HapError(Argument(allowed.name, allowed.most), why)
     dense = allowed.values(choice.model)
     scores = choice.scores(choice.model) if known is None else known
     low = least_flops(choice.groups, scores, choice.implant, choice.limits, choice.per_cost)
@@ -134,10 +146,12 @@ def plan_for_drop(
     curve = sorted((about for _, about in tried), key=lambda about: about.flops)
     if best is None:
         nearest = curve[-1]
+        more = f", and may be {nearest.bound:.4g} with {CONFIDENCE:.0%} confidence"
+        unsure = more if len(dense) > 1 else ""
         raise HapError(
             Argument(allowed.name, allowed.most),
-            f" cannot be held: with {nearest.flops:.1%} of the FLOPs left the drop is {nearest.drop:.4g}, and may be "
-            f"{nearest.bound:.4g} with {CONFIDENCE:.0%} confidence. Tolerate more, or evaluate on more samples.",
+            f" cannot be held: with {nearest.flops:.1%} of the FLOPs left the drop is {nearest.drop:.4g}{unsure}. "
+            "Tolerate more, or evaluate on more samples.",
         )
     return replace(best[0], curve=tuple(curve)), best[1]
 
@@ -154,7 +168,7 @@ def drop_and_bound(dense: Tensor, pruned: Tensor) -> tuple[float, float]:
     mean = float(drops.mean())
     if len(drops) == 1:
         return mean, mean
-    worst = torch.maximum(dense.max() - dense.min(), drops.abs().max())
+    worst = torch.stack([dense.max() - dense.min(), dense.abs().max(), drops.abs().max()]).max()
     more = torch.cat([drops, worst[None]])
     z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / TRIALS)
     return mean, float(more.mean() + z * more.std() / len(more) ** 0.5)

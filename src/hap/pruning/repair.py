@@ -39,11 +39,19 @@ def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
         raise HapError(asked or Argument("repair", repair), " needs batches, an iterable of (input, target)")
 
 
+def check_augment(augment: object, repair: str | None) -> None:
+    """Refuse an `augment` that nothing would call."""
+    if augment is not None and repair != "distil":
+        raise HapError(f"augment is for repair='distil', and repair is {repair!r}: nothing else would call it")
+
+
 def checked_repair(
     repair: str | None, compensate: bool, minutes: float | None, batches: object, default: str | None = None
 ) -> str | None:
     """The name of the repair that is asked for. Refuses what is not known, and inputs that are missing. Where nothing
-    is asked for it is the `default`, if there are inputs."""
+    is asked for it is the `default`, if there are inputs; "none" asks for none."""
+    if repair == "none":
+        return None
     repair = repair_asked(repair, compensate, minutes) or (None if batches is None else default)
     check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
     return repair
@@ -72,7 +80,7 @@ def apply_with_repair_(
     if repair is None and repaired is None:
         return apply_(model, plan, example, verify, batches)
     batches = None if batches is None else list(batches)
-    repaired = repaired or repaired_copy(model, plan, batches, repair)
+    repaired = repaired_copy(model, plan, batches, repair) if repaired is None else repaired
     if repair == "distil":
         distil_(repaired, model, batches or (), minutes, augment=augment)
     values = {name: tensor.detach() for name, tensor in named_tensors(repaired).items()}

@@ -45,15 +45,18 @@ class Calibration:
 
     def __init__(self, pruned: nn.Module, dense: nn.Module, plan: Plan, inputs: Sequence[Any], most_rows: int):
         self.most_rows = most_rows
-        kinds: dict[str, list[Any]] = {}
+        kinds: dict[str, list[tuple[Any, int]]] = {}
+        before = 0
         for x in itertools.chain.from_iterable(map(split, inputs)):
-            kinds.setdefault(signature(x), []).append(x)
+            kinds.setdefault(signature(x), []).append((x, before))
+            before += sample_count(x) or 1
         self.work, self.passes = Work(), list[_Pass]()
-        for batches in kinds.values():
+        for some in kinds.values():
+            batches, firsts = map(list, zip(*some, strict=True))
             graphs = Graph(pruned, batches[0]), Graph(dense, batches[0])
             work = plan_work(*graphs, plan)
             self.work = self.work if self.passes else work
-            self.passes.append(_Pass(graphs, batches, self.work, work))
+            self.passes.append(_Pass(graphs, batches, firsts, self.work, work))
         self.samples = sum(one.samples * len(one.batches) for one in self.passes)
 
     def rows(self, layer: Layer, parameters: LayerParameters) -> tuple[Rows, Rows]:
@@ -61,16 +64,12 @@ class Calibration:
         inputs = parameters.read().weight.shape[2]
         most = min(self.most_rows, LARGEST_MATRIX // inputs)
         found: list[tuple[Rows, Tensor]] = []
-        before = 0
         for one in self.passes:
             share = max(1, most * one.samples * len(one.batches) // self.samples // len(one.batches))
             for number in range(len(one.batches)):
                 rows, sample = one.rows(layer, parameters, number, share)
-                held = held_out(sample + before)
-                if self.samples < FOLDS:
-                    held = held_out(torch.arange(len(sample)))
+                held = held_out(sample if self.samples >= FOLDS else torch.arange(len(sample)))
                 found.append((rows, held))
-                before += one.samples
         return _joined(rows.of(~held) for rows, held in found), _joined(rows.of(held) for rows, held in found)
 
     def done(self, layer: Layer) -> None:
@@ -81,13 +80,10 @@ class Calibration:
     def outputs(self, of_dense: bool) -> list[Tensor]:
         """What one of the models returns for samples that are held out, at drawn positions where that is much."""
         found: list[Tensor] = []
-        before = 0
         for one in self.passes:
             for number in range(len(one.batches)):
                 for value, sample in one.outputs(of_dense, number, LARGEST_MATRIX // (8 * len(one.batches))):
-                    held = held_out(sample + before)
-                    found.append(value[held] if self.samples >= FOLDS else value)
-                before += one.samples
+                    found.append(value[held_out(sample)] if self.samples >= FOLDS else value)
         return found
 
     def outputs_before(self) -> list[Tensor]:
@@ -107,10 +103,10 @@ def _joined(rows: Iterator[Rows]) -> Rows:
 
 
 class _Pass:
-    """Both models on inputs of one shape."""
+    """Both models on inputs of one shape. `firsts` are the numbers of each batch's first sample, over all inputs."""
 
-    def __init__(self, graphs: tuple[Graph, Graph], batches: list[Any], work: Work, own: Work):
-        self.graphs, self.batches = graphs, batches
+    def __init__(self, graphs: tuple[Graph, Graph], batches: list[Any], firsts: list[int], work: Work, own: Work):
+        self.graphs, self.batches, self.firsts = graphs, batches, firsts
         self.samples = sample_count(batches[0]) or 1
         if [layer.node.name for layer in work.layers] != [layer.node.name for layer in own.layers]:
             raise HapError("the model goes different ways for inputs of different shapes; pad them to one shape")
@@ -131,7 +127,7 @@ class _Pass:
             added = added + at(self.pruned.value(other, number), axis, positions)[:, layer.way.places]
         x = parameters.rows(layer, lambda node: self.pruned.value(node, number), positions)
         rows = Rows(x, _grouped(target - added, len(x)), _grouped(added, len(x)))
-        sample = positions * self.samples // count  # batches come first
+        sample = self.firsts[number] + positions * self.samples // count  # batches come first
         return rows, sample
 
     def release(self, layer: Layer) -> None:
@@ -148,7 +144,7 @@ class _Pass:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
                 flat = value.reshape(-1, value.shape[-1] if value.ndim > 1 else 1)
                 drawn = draw_positions(len(flat), 1 + most // flat.shape[1], torch.Generator().manual_seed(number))
-                yield flat[drawn].double(), drawn * self.samples // len(flat)
+                yield flat[drawn].double(), self.firsts[number] + drawn * self.samples // len(flat)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

@@ -103,6 +103,8 @@ def _moments(problem: ScoringContext, weights: set[str], positions: int, seed: i
     returned: dict[int, tuple[str, Tensor]] = {}
 
     def read(weight: str, most: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not args:  # its input is given by name: the groups that it reads keep their levels
+            return
         rows = drawn_rows(module, args[0], most, generator).double()
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         sums[weight] = sums.get(weight, 0) + rows.T @ rows

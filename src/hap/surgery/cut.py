@@ -111,7 +111,8 @@ def shortened(tensor: Tensor, cut: Cut) -> Tensor:
 
 
 def masked_copy(dense: nn.Module, pruned: nn.Module, plan: Plan) -> nn.Module:
-    """A copy of the dense model that computes what the pruned one does: its values, and zeros for what went."""
+    """A copy of the dense model with the values of the pruned one, and zeros for what went. It computes what the pruned
+    model does, unless a norm averages over what went (`Plan.masks`)."""
     made = deepcopied(dense, {})
     values, tensors, cuts = named_tensors(pruned), named_tensors(made), dict[int, list[Cut]]()
     for cut in plan.cuts:  # by one of the names of a tensor
