@@ -1,4 +1,4 @@
-"""hap.trace for tests about what comes after: networks that are built alike are traced once."""
+"""For tests about what comes after: networks that are built alike are traced once, and captured once for all files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 import hap
 from hap.groups.groups import Groups
+from hap.io import export
 
 KNOWN = ("torch.nn.modules.", "hap.models.", "transformers.")
 """Modules of these packages compute the same where their classes, settings and shapes are the same."""
@@ -30,6 +31,21 @@ def tracing_once() -> Iterator[None]:
         return found[key]
 
     with mock.patch.object(hap, "trace", remembering):
+        yield
+
+
+@contextmanager
+def capturing_once() -> Iterator[None]:
+    """Inside, where no model may change, hap.export captures each once for several files of different kinds."""
+    capture, found = export.capture, {}
+
+    def remembering(model: nn.Module, example: Any, axes: Any = ()) -> Any:
+        key = (model, axes, _form_of_example(example))
+        if key not in found:
+            found[key] = capture(model, example, axes)
+        return found[key]
+
+    with mock.patch.object(export, "capture", remembering):
         yield
 
 
