@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +278,17 @@ def test_packed_sequences_stay_and_other_parts_go() -> None:
 
 
 def scored(make: Any) -> tuple[nn.Module, Any, hap.Groups, Any]:
+    """A model of its own for a test, an example, its groups and a batch."""
+    model, x, groups = _traced(make)
+    torch.manual_seed(0)  # whether it was traced just now or before
+    return copy.deepcopy(model), x, groups, [(x, torch.tensor([0, 1, 2, 3]))]
+
+
+@cache
+def _traced(make: Any) -> tuple[nn.Module, Any, hap.Groups]:
     torch.manual_seed(0)
     model, x = make(), words(4, 3)
-    return model, x, hap.trace(model, x), [(x, torch.tensor([0, 1, 2, 3]))]
+    return model, x, hap.trace(model, x)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
