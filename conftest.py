@@ -15,6 +15,8 @@ def pytest_collectstart() -> None:
     import torch
 
     torch.set_num_threads(1)
+    if not _cuda():
+        torch.manual_seed = _seed
 
 
 ON_THE_WHOLE_TABLE = (
@@ -64,12 +66,18 @@ def _nothing_old_to_collect() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seed(seed: int) -> Any:
     """As torch.manual_seed, which without a GPU notes down the whole stack, for the day on which there is one."""
     import torch
 
-    (torch.manual_seed if _cuda() else torch.default_generator.manual_seed)(0)
+    return torch.default_generator.manual_seed(int(seed))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

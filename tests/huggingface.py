@@ -86,9 +86,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def small(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def small(name: str, layers: int = LAYERS) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A classifier with two classes in eval mode, and an example of three samples."""
     prefix, settings = SETTINGS[name]
+    settings = settings | {key: layers for key in ("num_hidden_layers", "n_layers", "n_layer") if key in settings}
     transformers = library()
     torch.manual_seed(0)
     network = getattr(transformers, f"{prefix}For{'Image' if name == 'vit' else 'Sequence'}Classification")

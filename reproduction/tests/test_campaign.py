@@ -33,6 +33,7 @@ from hap_reproduction.cifar10.jobs import jobs as cifar10_jobs
 from hap_reproduction.cifar10.sensitivity import Study
 from hap_reproduction.cifar10.starting import BorrowedStep, EigenStep, open_started
 from hap_reproduction.files import locked
+from traced_once import tracing_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,7 @@ def _small_networks() -> Iterator[None]:
     """Two networks of the zoo with all that ResNet20 has, several blocks on a stream among it, in fewer layers."""
     depths = {"small": (2, 1, 1), "smaller": (1, 1, 1)}
     entries = {name: ModelInfo(name, partial(CifarResNet, depth, (16, 32, 64))) for name, depth in depths.items()}
-    with mock.patch.dict(hap.models._ZOO, entries):
+    with mock.patch.dict(hap.models._ZOO, entries), tracing_once():
         yield
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hap
 from cases import CASES, Net
+from checks import traced
 from hap.data import Data, Split
 from hap_reproduction.cifar10 import removal
 from hap_reproduction.cifar10.removal import loss_rises, one_shot_record, removal_record
@@ -55,7 +56,8 @@ NO_GATE = {(name, "union") for name in ALSO if name != "spatial_parameters"}
 def test_rises_are_those_of_networks_without_the_unit(name: str, coupling: str) -> None:
     """So gates are where all that a unit hands on passes."""
     model, example = (OWN | CASES)[name]()
-    batches, groups = batches_for(example, model(example).shape[1]), hap.trace(model, example, coupling)
+    groups = hap.trace(model, example, coupling) if name in OWN else traced(name, coupling)
+    batches = batches_for(example, model(example).shape[1])
     if (name, coupling) in NO_GATE:
         with pytest.raises(hap.HapError, match="is a sum that other groups join, so it has no gate of its own"):
             loss_rises(model, groups, batches)

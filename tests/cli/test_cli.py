@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from typer.testing import CliRunner
 
 import hap
 from hap.cli import app
+from hap.report import charts, style
 from hap.training.loop import Report
 from hap.workflow.config import read_config
 from hap.workflow.run import remove_results
+from traced_once import tracing_once
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -61,6 +64,24 @@ def _one_thread():
 def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long networks take is no part of these tests."""
     monkeypatch.setattr(hap.workflow.networks, "LATENCY_ROUNDS", (2, 2))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_trace() -> Iterator[None]:
+    with tracing_once():
+        yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called, it leaves the charts of reports empty from then on: the test looks at other things, and drawing takes
+    longer than all else."""
+
+    def leave_empty() -> None:
+        monkeypatch.setattr(charts, "to_svg", lambda figure, name: "<svg></svg>")
+        monkeypatch.setattr(style, "to_png", lambda figure: b"")
+
+    return leave_empty
 
 
 def invoke(*arguments: object) -> object:
@@ -555,7 +576,7 @@ def test_the_example_config_is_valid() -> None:
     assert experiment.finetune.make(1).distill > 0
 
 
-def test_run_leaves_results_and_skips_what_is_finished(tiny: Path) -> None:
+def test_run_leaves_results_and_skips_what_is_finished(tiny: Path, undrawn: Callable[[], None]) -> None:
     config = small_config(tiny)
     assert "L1" in ok("run", config)
     record = json.loads((tiny / "out" / "results" / "l1-seed0.json").read_text())
@@ -564,6 +585,7 @@ def test_run_leaves_results_and_skips_what_is_finished(tiny: Path) -> None:
     assert record["hardware"]["torch"] == torch.__version__
     assert len(record["curve"]["loss"]) == 1
     assert (tiny / "out" / "report.html").exists()
+    undrawn()
     stamps = {p: p.stat().st_mtime_ns for p in (tiny / "out").glob("*.safetensors")}
     ok("run", config)
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
@@ -593,7 +615,8 @@ def test_fresh_removes_what_the_experiment_left_and_nothing_else(tmp_path: Path)
     assert [p.exists() for p in ours + others] == [False] * 5 + [True] * 3
 
 
-def test_run_goes_on_after_an_interruption(tmp_path: Path, dense: Path, monkeypatch) -> None:
+def test_run_goes_on_after_an_interruption(tmp_path: Path, dense: Path, monkeypatch, undrawn) -> None:
+    undrawn()
     config = small_config(tmp_path, "digits_resnet", dense=f'checkpoint = "{dense.as_posix()}"')
     with monkeypatch.context() as patch:
         patch.setattr(Report, "epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -628,7 +651,7 @@ def test_bad_configs_are_refused_before_any_work(tmp_path: Path, changes: dict[s
     assert not (tmp_path / "out").exists()
 
 
-def test_demo_compares_three_ways_and_leaves_a_report(tmp_path: Path) -> None:
+def test_demo_compares_three_ways_and_leaves_a_report(tmp_path: Path, undrawn: Callable[[], None]) -> None:
     shown = ok("demo", "--quick", "--out", tmp_path / "demo")
     for method in ("Dense", "HAP", "HAP + Implant", "Magnitude"):
         assert method in shown
@@ -637,6 +660,7 @@ def test_demo_compares_three_ways_and_leaves_a_report(tmp_path: Path) -> None:
     assert (folder / "summary.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 4
+    undrawn()
     again = invoke("demo", "--quick", "--out", folder)
     assert again.stdout == shown
     assert again.stderr.count("done before") == 4
