@@ -23,7 +23,7 @@ from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
 from hap.pruning.plan_for_drop import Evaluate, Tolerance, goal_of, reach
 from hap.pruning.prune_in_rounds import Choice, check_rounds
-from hap.pruning.repair import apply_with_repair_, check_augment, checked_repair
+from hap.pruning.repair import apply_with_repair_, checked_repair
 from hap.scoring import Criterion
 from hap.scoring.base import Loss
 from hap.tracing.trace import trace, trace_captured
@@ -92,8 +92,7 @@ def prune_(
     batches = list(batches) if batches is not None else None
     asked = {"params": params, "flops": flops, "channels": channels, "latency": latency, "activations": activations}
     goal = goal_of(asked, max_drop, max_rise, evaluate, batches, loss)
-    repair = checked_repair(repair, compensate, minutes, batches, "refit" if isinstance(goal, Tolerance) else None)
-    check_augment(augment, repair)
+    repair = checked_repair(repair, compensate, minutes, batches, augment, isinstance(goal, Tolerance))
     check_rounds(rounds, latency, kind := as_implant(implant))
     with outside_inference(model):
         groups, view = _traced(model, example, kind, coupling, ignore, stream)

@@ -39,22 +39,17 @@ def check_repair(repair: str | None, batches: object, asked: str = "") -> None:
         raise HapError(asked or Argument("repair", repair), " needs batches, an iterable of (input, target)")
 
 
-def check_augment(augment: object, repair: str | None) -> None:
-    """Refuse an `augment` that nothing would call."""
-    if augment is not None and repair != "distil":
-        raise HapError(f"augment is for repair='distil', and repair is {repair!r}: nothing else would call it")
-
-
 def checked_repair(
-    repair: str | None, compensate: bool, minutes: float | None, batches: object, default: str | None = None
+    repair: str | None, compensate: bool, minutes: float | None, batches: object, augment: object, refit: bool
 ) -> str | None:
-    """The name of the repair that is asked for. Refuses what is not known, and inputs that are missing. Where nothing
-    is asked for it is the `default`, if there are inputs; "none" asks for none."""
-    if repair == "none":
-        return None
-    repair = repair_asked(repair, compensate, minutes) or (None if batches is None else default)
-    check_repair(repair, batches, asked="compensate=True" if compensate else f"{repair=}")
-    return repair
+    """The name of the repair that is asked for; "none" asks for none. Where nothing is asked for and there are inputs,
+    `refit` says whether to. Refuses what is not known, missing inputs, and an `augment` that nothing would call."""
+    named = repair_asked(repair, compensate, minutes) or ("refit" if refit and batches is not None else None)
+    named = None if named == "none" else named
+    check_repair(named, batches, asked="compensate=True" if compensate else f"repair={named!r}")
+    if augment is not None and named != "distil":
+        raise HapError(f"augment is for repair='distil', and repair is {named!r}: nothing else would call it")
+    return named
 
 
 def apply_with_repair_(
