@@ -336,3 +336,14 @@ def test_ranking_by_cost_makes_more_of_two_limits() -> None:
     mixed = hap.plan(groups, scores, hap.Budget(flops=0.4, params=0.4), per_cost=True)
     used = [min(p.after.macs / p.before.macs, p.after.params / p.before.params) for p in (plain, mixed)]
     assert used[1] > 2 * used[0]
+
+
+def test_text_that_is_no_plan_and_steps_on_modules_that_are_not_there_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+    plan = hap.draft(hap.trace(model, torch.randn(2, 4)), {"0": [1]})
+    with pytest.raises(hap.HapError, match="the plan is not valid JSON"):
+        hap.Plan.from_json(plan.to_json()[:-1])
+    values = plan.to_dict()
+    values["widenings"] = [{"module": "7", "index": [0, 1], "width": 3, "dim": 1, "inside": None}]
+    with pytest.raises(hap.HapError, match="it has no module '7'"):
+        hap.Plan.from_dict(values).check_fits(model)
