@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.gram_regression import grams, regress
+from hap.execution.windows import can_be_solved
 from hap.planning.plan import Cut, Plan
 
 
@@ -45,9 +46,7 @@ def compensate_(model: nn.Module, plan: Plan, batches: Iterable[Any]) -> nn.Modu
 
 
 def _solvable(module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv2d):
-        return module.groups == 1 and not isinstance(module.padding, str) and module.padding_mode == "zeros"
-    return isinstance(module, nn.Linear)
+    return isinstance(module, nn.Linear | nn.Conv2d) and can_be_solved(module)
 
 
 def _adjusted(weight: Tensor, gram: Tensor, cut: Cut) -> Tensor:
