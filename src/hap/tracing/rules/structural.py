@@ -1,4 +1,8 @@
-"""Rules for operators that move, look up or pick elements without computing: most run on the labels themselves."""
+"""Rules for operators that move, look up or pick elements without computing: most run on the labels themselves.
+
+Whether units of a reshaped tensor go in whole rows, as groups of a channel shuffle do, is decided when all rules have
+run: in `tracing/label_classes.py`.
+"""
 
 from collections.abc import Callable
 from typing import Any
