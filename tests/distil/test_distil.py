@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hap
 from checks import assert_unchanged, snapshot
 from hap.distil.descent import FACTOR, FIRST_RATE, TRIED, Descent, next_number
+from hap.distil.hints import Hints
 
 
 def pair(inputs: int = 512) -> tuple[nn.Module, nn.Module, list[Any]]:
@@ -284,3 +285,64 @@ def test_the_rate_rises_and_falls_to_zero(monkeypatch: pytest.MonkeyPatch) -> No
     last = seen[-100:]
     assert report.rate == pytest.approx(FIRST_RATE * FACTOR ** round(np.log(report.rate / FIRST_RATE) / np.log(FACTOR)))
     assert max(last) < report.rate and last == sorted(last, reverse=True) and last[-1] < 0.01 * report.rate
+
+
+class Blocks(nn.Module):
+    """Residual blocks, the second of which is called twice; one module returns what another one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 6))
+        self.twice = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 6))
+        self.around = nn.Sequential(nn.Sequential(nn.Linear(6, 32), nn.ReLU()))
+        self.last = nn.Linear(32, 3)
+        self.extra = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        for _ in range(2 + self.extra):
+            x = x + self.twice(x)
+        y: Tensor = self.last(self.around(x))
+        return y
+
+
+def pruned_blocks() -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    dense, x = Blocks().eval(), torch.randn(256, 6)
+    pruned = copy.deepcopy(dense)
+    hap.prune_(pruned, x[:2], [(x, None)], criterion="magnitude", flops=0.5, repair="refit")
+    return dense, pruned, x
+
+
+def test_hints_are_modules_called_once_that_return_one_shape() -> None:
+    dense, pruned, x = pruned_blocks()
+    wide = Hints((copy.deepcopy(dense), dense), lambda model: model(x))
+    assert wide.names == ["first", "around"]  # around.0 returns the same tensor
+    hints = Hints((pruned, dense), lambda model: model(x))
+    assert hints.names == ["first"]  # fewer neurons are left in the other
+    found, wanted = (hints.after(model, lambda model: [model(x)]) for model in (pruned, dense))
+    with torch.no_grad():
+        assert torch.equal(wanted[1], dense.first(x)) and torch.equal(found[1], pruned.first(x))
+    error = (found[1] - wanted[1]).square().mean() / wanted[1].var(correction=0)
+    assert torch.allclose(hints.error(found, wanted), error)
+    assert hints.outputs(found) == found[:1]
+
+
+def test_hints_bring_what_is_inside_nearer_to_the_dense_model() -> None:
+    dense, pruned, x = pruned_blocks()
+    inside = []
+    for hints in (False, True):
+        model = copy.deepcopy(pruned)
+        report = hap.distil_(model, dense, [(x, None)], steps=60, hints=hints)
+        assert report.after < report.before
+        with torch.no_grad():
+            inside.append(float((model.first(x) - dense.first(x)).square().mean()))
+    assert inside[1] < inside[0]
+
+
+def test_a_module_that_is_called_more_often_on_other_inputs_is_named() -> None:
+    dense, _, x = pruned_blocks()
+    hints = Hints((dense, dense), lambda model: model(x))
+    hints.names = ["twice"]
+    with pytest.raises(hap.HapError, match=r"twice is called 2 times on one input.*hints=False"):
+        hints.after(dense, lambda model: [model(x)])

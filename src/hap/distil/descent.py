@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hap.distil.hints import Hints
 from hap.distil.objective import Objective
 from hap.distil.samples import Samples, Wanted
 from hap.errors import HapError
@@ -68,6 +69,7 @@ def next_number(values: dict[int, float]) -> int | None:
 class Descent:
     """A pruned model on its way to what the dense one returns, in eval mode, by Adam. `tell` hears of progress.
 
+    With `hints` it learns what modules inside return as well. What is held out is looked at for the outputs alone.
     `history` holds the share of the budget that was used at each look, and the objective on what is held out.
     """
 
@@ -79,12 +81,15 @@ class Descent:
         augment: Callable[[Any], Any] | None,
         clock: Clock,
         tell: Callable[[float, float], None],
+        hints: bool,
     ):
         self.model, self.dense = models
         self.samples, self.objective, self.augment, self.clock, self.tell = samples, objective, augment, clock, tell
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.wanted = Wanted(lambda x: self._compute(self.dense, x), samples)
         self.batches = samples.fitted_batches()
+        self.hints = self._find_hints() if hints else None
+        self.lessons = Wanted(lambda x: self._compute_all(self.dense, x), samples)
         self.history: list[tuple[float, float]] = []
         self.tried: dict[float, float] = {}
         self.finite = True
@@ -180,9 +185,9 @@ class Descent:
         batch = next(self.batches)
         with torch.no_grad():
             x = batch.input if self.augment is None else self.augment(batch.input)
-            wanted = self.wanted.of(batch) if self.augment is None else self._compute(self.dense, x)
+            wanted = self.lessons.of(batch) if self.augment is None else self._compute_all(self.dense, x)
         with torch.enable_grad():
-            loss = self.objective(self._compute(self.model, x), wanted)
+            loss = self._loss(self._compute_all(self.model, x), wanted)
         self.clock.steps += 1
         if not loss.requires_grad:
             raise HapError(
@@ -198,6 +203,22 @@ class Descent:
     def _compute(self, model: nn.Module, x: Any) -> list[Tensor]:
         args, kwargs = copied(call_arguments(x))
         return self.objective.read(model(*args, **kwargs))
+
+    def _compute_all(self, model: nn.Module, x: Any) -> list[Tensor]:
+        """Outputs, and behind them the hints where there are any."""
+        if self.hints is None:
+            return self._compute(model, x)
+        return self.hints.after(model, lambda model: self._compute(model, x))
+
+    def _loss(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+        if self.hints is None:
+            return self.objective(found, wanted)
+        outputs = self.objective(self.hints.outputs(found), self.hints.outputs(wanted))
+        return outputs + self.hints.error(found, wanted)
+
+    def _find_hints(self) -> Hints:
+        x = next(self.samples.held_batches()).input
+        return Hints((self.model, self.dense), lambda model: self._compute(model, x))
 
     # ---- what is held out ---------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ def distil_(
     *,
     augment: Callable[[Any], Any] | None = None,
     objective: str = "error",
+    hints: bool = True,
     batch: int = BATCH,
     steps: int | None = None,
     seed: int = 0,
@@ -80,6 +81,7 @@ def distil_(
         augment: makes of the input of some samples another one like it, such as random crops (`data.augment`), with
             random numbers of torch, numpy or Python, which are seeded. The dense model is asked anew.
         objective: "error" (squared, relative to the variance), or "divergence" (of softmaxes over the last axis).
+        hints: whether to learn what modules inside return as well, where that has one shape in both models.
         batch: samples of a step, fewer where they are large. Those of one shape are drawn at random.
         steps: so many steps instead of minutes: the result is then determined.
         seed: of all that is drawn at random.
@@ -102,7 +104,7 @@ def distil_(
     with outside_inference(pruned), eval_mode(pruned), eval_mode(dense), seeded(seed), differentiable(pruned):
         samples = Samples((x for x, _ in pairs(inputs, next(pruned.parameters()).device)), batch)
         with _bar(show) as tell, _without_gradients(pruned):
-            descent = Descent((pruned, dense), samples, goal, augment, clock, tell)
+            descent = Descent((pruned, dense), samples, goal, augment, clock, tell, hints)
             rate = descent.go()
     before, after = descent.history[0][1], descent.best
     history, undone = tuple(descent.history), not after < before

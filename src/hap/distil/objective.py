@@ -37,8 +37,8 @@ class Objective:
         return float_outputs(output) if logits is None else [logits]
 
     def __call__(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
-        compare = _divergence if self.kind == "divergence" else _error
-        pairs = [(_single(a), _single(b)) for a, b in zip(found, wanted, strict=True) if a.shape == b.shape]
+        compare = _divergence if self.kind == "divergence" else relative_error
+        pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if a.shape == b.shape]
         if not any(a.numel() for a, _ in pairs):
             raise HapError(
                 "the pruned and the dense model return no tensor of real numbers of one shape, so there is nothing to "
@@ -48,11 +48,13 @@ class Objective:
 
 
 def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
-    ours, theirs = found.log_softmax(-1), wanted.log_softmax(-1)
+    ours, theirs = _single(found).log_softmax(-1), _single(wanted).log_softmax(-1)
     return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
 
 
-def _error(found: Tensor, wanted: Tensor) -> Tensor:
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """The mean squared error, relative to the variance of what is wanted."""
+    found, wanted = _single(found), _single(wanted)
     spread = wanted.var(correction=0)
     return (found - wanted).square().mean() / torch.where(spread > 0, spread, 1)
 
