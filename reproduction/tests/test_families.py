@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch
 import hap
 from hap.execution.calling import run
 from hap.graph.partition import parts
-from hap_reproduction.zoo_sweep.models import HUGGING_FACE, build, import_torchvision
+from hap_reproduction.zoo_sweep.models import build, import_torchvision
 from hap_reproduction.zoo_sweep.ours import exported
 
 IMAGES = {
@@ -110,9 +109,6 @@ def _shorter_mobilevit(model: torch.nn.Module) -> torch.nn.Module:
 TEXTS = ["albert", "bert", "distilbert", "gpt2", "llama", "mpnet", "opt", "qwen2", "bart", "t5"]
 OTHERS = ["clip", "convnext", "segformer", "swin", "vit", "wav2vec2", "whisper"]
 
-FEWER = {"llama": {"num_hidden_layers": 1}}
-"""Settings of what is built alike by others: qwen2 has several layers of the same kind."""
-
 EXPORTED = ["timm:test_resnet", "timm:test_vit", "hf:albert", "hf:llama"]
 """What is exported as well, once it is pruned."""
 
@@ -168,8 +164,7 @@ def test_networks_for_images(spec: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TEXTS + OTHERS)
 def test_hugging_face(name: str) -> None:
-    with mock.patch.dict(HUGGING_FACE[name][1], FEWER.get(name, {})):
-        model, example = build(f"hf:{name}")
+    model, example = build(f"hf:{name}")
     _prune_to_half(model, example)
     if f"hf:{name}" in EXPORTED:
         _check_exported(model, example)
