@@ -90,6 +90,17 @@ def _translations_to_onnx_are_read_once() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _operators_are_listed_once() -> None:
+    """torch asks for all operators in C++ anew for each namespace and each step of an export to ONNX, a tenth of the
+    time of a small one. Here it does once in each test."""
+    module = sys.modules.get("torch._export.utils")
+    if hasattr(module, "_materialize_cpp_cia_ops"):
+        if not hasattr(module._materialize_cpp_cia_ops, "cache_clear"):
+            module._materialize_cpp_cia_ops = cache(module._materialize_cpp_cia_ops)
+        module._materialize_cpp_cia_ops.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def _names_in_examples(doctest_namespace: dict[str, Any]) -> None:
     """An example in a docstring of hap starts from these names, as the docs do."""
     import torch

@@ -44,7 +44,7 @@ IMAGES = {
     "timm:test_efficientnet": 0,
     "timm:test_mambaout": 0,  # gated convolutions
     "timm:test_resnet": 0,
-    "timm:test_vit": 0,  # fused queries, keys and values
+    "timm:test_vit": 160,  # fused queries, keys and values
 }
 """The side of the image, or 0 for the model's own."""
 
@@ -52,6 +52,9 @@ SHORT: dict[str, Callable[[Any], torch.nn.Module]] = {
     "tv:convnext_tiny": lambda tv: tv.ConvNeXt([tv.convnext.CNBlockConfig(*c) for c in ((24, 48, 2), (48, None, 2))]),
     "tv:densenet121": lambda tv: tv.DenseNet(16, (2, 4, 3, 2), 32),
     "tv:efficientnet_b0": lambda tv: tv.EfficientNet([tv.efficientnet.MBConvConfig(*c) for c in EFFICIENT], 0.2),
+    "tv:googlenet": lambda tv: _shorter_googlenet(tv.GoogLeNet(init_weights=False)),
+    "tv:lraspp_mobilenet_v3_large": lambda tv: tv.segmentation.lraspp._lraspp_mobilenetv3(_mobilenet(tv, 2), 21),
+    "tv:mobilenet_v3_small": lambda tv: _mobilenet(tv, 1),
     "tv:regnet_y_400mf": lambda tv: tv.RegNet(
         tv.regnet.BlockParams.from_init_params(6, 48, 40.0, 2.1, group_width=8, se_ratio=0.25)
     ),
@@ -59,10 +62,20 @@ SHORT: dict[str, Callable[[Any], torch.nn.Module]] = {
 }
 EFFICIENT = ((1, 3, 1, 32, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2), (6, 3, 1, 40, 80, 1))
 """Kernels, strides, widths and numbers of blocks of a short EfficientNet."""
+MOBILE = (
+    (16, 3, 16, 16, True, "RE", 2),
+    (16, 3, 72, 24, False, "RE", 2),
+    (24, 3, 88, 24, False, "RE", 1),
+    (24, 5, 96, 40, True, "HS", 2),
+    (40, 5, 240, 40, True, "HS", 1),
+)
+"""Widths, kernels, attention, activations and strides of a short MobileNet."""
 SHORT_OF_TIMM: dict[str, Callable[[Any], torch.nn.Module]] = {
     "timm:ghostnet_050": lambda timm: timm.ghostnet.GhostNet(GHOSTS, width=0.5),
+    "timm:mobilevit_xxs": lambda timm: _shorter_mobilevit(timm.create_model("mobilevit_xxs")),
     "timm:pvt_v2_b0": lambda timm: timm.create_model("pvt_v2_b0", depths=(1, 2, 1, 1)),
     "timm:starnet_s1": lambda timm: timm.create_model("starnet_s1", depths=(1, 1, 2, 1)),
+    "timm:test_vit": lambda timm: timm.create_model("test_vit", depth=4),
 }
 GHOSTS = [
     [[3, 16, 16, 0, 1]],
@@ -72,6 +85,26 @@ GHOSTS = [
     [[3, 480, 112, 0.25, 1]],
 ]
 """Deep networks repeat their blocks: of these, few of each kind are built."""
+
+
+def _shorter_googlenet(model: torch.nn.Module) -> torch.nn.Module:
+    """Without blocks that return as many channels as they take."""
+    model.inception4b = model.inception4c = model.inception5a = torch.nn.Identity()
+    return model
+
+
+def _mobilenet(tv: Any, dilation: int) -> torch.nn.Module:
+    """The last block has a dilation."""
+    blocks = [*((*block, 1) for block in MOBILE), (40, 5, 288, 96, True, "HS", 2, dilation)]
+    return tv.MobileNetV3([tv.mobilenetv3.InvertedResidualConfig(*b, width_mult=1.0) for b in blocks], 256)
+
+
+def _shorter_mobilevit(model: torch.nn.Module) -> torch.nn.Module:
+    """One or two transformer layers where there are two to four."""
+    for block in (m for m in model.modules() if hasattr(m, "transformer")):
+        block.transformer = block.transformer[: len(block.transformer) // 2]
+    return model
+
 
 TEXTS = ["albert", "bert", "distilbert", "gpt2", "llama", "mpnet", "opt", "qwen2", "bart", "t5"]
 OTHERS = ["clip", "convnext", "segformer", "swin", "vit", "wav2vec2", "whisper"]

@@ -14,6 +14,7 @@ import hap
 from cases import CASES, Net
 from checks import traced
 from hap.data import Data, Split
+from hap.models.cifar_resnet import CifarResNet
 from hap_reproduction.cifar10 import removal
 from hap_reproduction.cifar10.removal import loss_rises, one_shot_record, removal_record
 
@@ -118,7 +119,7 @@ def data() -> Data:
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return hap.models.build("resnet20").eval()
+    return CifarResNet((1, 2, 1), (8, 16, 32)).eval()
 
 
 def test_records_hold_every_criterion_and_plan(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

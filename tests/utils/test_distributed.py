@@ -6,7 +6,6 @@ import copy
 import os
 import runpy
 import socket
-import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 
 import hap
 from cases import CASES
+from checks import traced
 from hap.cli import app
 from hap.scoring import gauss_newton
 from hap.utils import distributed
@@ -46,19 +46,18 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def scored(criterion: str, share: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    model, example = CASES["residual"]()
-    return dict(hap.score(model, hap.trace(model, example), share, F.cross_entropy, CRITERIA[criterion]))
+    model, _ = CASES["residual"]()
+    return dict(hap.score(model, traced("residual", "joint"), share, F.cross_entropy, CRITERIA[criterion]))
 
 
 def plan_of(scores: dict[str, torch.Tensor]) -> str:
-    model, example = CASES["residual"]()
-    return hap.plan(hap.trace(model, example), hap.Scores(scores), hap.Budget(params=0.5)).to_json()
+    return hap.plan(traced("residual", "joint"), hap.Scores(scores), hap.Budget(params=0.5)).to_json()
 
 
 def refitted(share: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A pruned network that is solved anew on these inputs, of which each batch has four or eight."""
     model, example = CASES["residual"]()
-    dense, groups = copy.deepcopy(model), hap.trace(model, example)
+    dense, groups = copy.deepcopy(model), traced("residual", "joint")
     plan = hap.plan(groups, hap.score(model, groups, None, None, "magnitude"), hap.Budget(channels=0.6))
     report = hap.refit_(hap.apply_(model, plan, example), dense, share, plan, progress=False)
     assert report.after < report.before
@@ -75,8 +74,8 @@ def sharded_scores(share: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[dict
     """Scores of a model whose parameters lie in shards over the processes, block by block."""
     from torch.distributed.fsdp import fully_shard  # takes long to import
 
-    model, example = CASES["residual"]()
-    groups, mesh = hap.trace(model, example), init_device_mesh("cpu", (2,))
+    model, _ = CASES["residual"]()
+    groups, mesh = traced("residual", "joint"), init_device_mesh("cpu", (2,))
     for block in (*model.children(), model):
         if next(block.parameters(), None) is not None:
             fully_shard(block, mesh=mesh)
@@ -123,8 +122,7 @@ def refusals(rank: int, sharded: nn.Module) -> list[str]:
     def fail() -> str:
         raise hap.HapError("no plan")
 
-    plain, example = CASES["residual"]()
-    groups = hap.trace(plain, example)
+    groups = traced("residual", "joint")
     calls = (
         lambda: distributed.from_first(fail),
         lambda: distributed.agree(rank, "the epoch"),
@@ -140,8 +138,8 @@ def refusals(rank: int, sharded: nn.Module) -> list[str]:
     return said
 
 
-PRELOADED = ["hap.cli", "torch.distributed.fsdp", "torch.export"]
-"""What processes that are forked import once for all of them."""
+PRELOADED = ["hap.cli", "torch.distributed.fsdp", "torch.export._trace"]
+"""What processes that are forked import once for all of them, some of it only when something is traced."""
 
 
 @pytest.fixture(scope="module")
@@ -215,23 +213,31 @@ def of_two() -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
 
-def together(arguments: list[str]) -> list[subprocess.CompletedProcess[str]]:
-    """`python -m hap ARGUMENTS` in two processes as torchrun starts them."""
+def command(told: dict[str, str], arguments: list[str], said: Path, dies: bool = False) -> None:
+    """`python -m hap ARGUMENTS` in a process that is forked; one that `dies` does so when it is to score."""
+    os.environ.update(told)
+    torch.set_num_threads(1)
+    for number, ending in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{said}-{told['RANK']}.{ending}", os.O_WRONLY | os.O_CREAT), number)
+    if dies:
+        hap.score = lambda *_: os._exit(7)
+    sys.argv = ["hap", *arguments]
+    runpy.run_module("hap", run_name="__main__")
+
+
+def together(arguments: list[str], said: Path, second_dies: bool = False) -> list[int | None]:
+    """How the command ends in two processes that are told what torchrun tells them. What they say is written beside
+    `said`."""
+    forkserver.set_forkserver_preload(PRELOADED)
     running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "hap", *arguments],
-            env=os.environ | told,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for told in of_two()
+        mp.get_context("forkserver").Process(target=command, args=(told, arguments, said, second_dies and rank == 1))
+        for rank, told in enumerate(of_two())
     ]
-    ended = []
     for process in running:
-        out, err = process.communicate(timeout=120)
-        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    return ended
+        process.start()
+    for process in running:
+        process.join(timeout=120)
+    return [process.exitcode for process in running]
 
 
 @pytest.fixture
@@ -244,38 +250,19 @@ def dense(tmp_path: Path) -> Path:
 
 def test_a_command_in_two_processes(dense: Path, tmp_path: Path) -> None:
     """Planned like one process, written once, shown once."""
-    ended = together([*PRUNE, str(dense), "--out", str(tmp_path / "two.safetensors")])
-    assert [e.returncode for e in ended] == [0, 0], ended
-    assert "wrote" in ended[0].stdout and not ended[1].stdout
+    ended = together([*PRUNE, str(dense), "--out", str(tmp_path / "two.safetensors")], tmp_path / "said")
+    assert ended == [0, 0], (tmp_path / "said-0.err").read_text()
+    assert "wrote" in (tmp_path / "said-0.out").read_text() and not (tmp_path / "said-1.out").read_text()
     alone = CliRunner().invoke(app, [*PRUNE, str(dense), "--out", str(tmp_path / "one.safetensors")])
     assert alone.exit_code == 0
     assert hap.read(tmp_path / "two.safetensors").plan == hap.read(tmp_path / "one.safetensors").plan
 
 
-def command_that_dies(told: dict[str, str], arguments: list[str], stderr: Path) -> None:
-    """The command line in a process that is forked; the second one dies when it is to score."""
-    os.environ.update(told)
-    torch.set_num_threads(1)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
-    if told["RANK"] == "1":
-        hap.score = lambda *_: os._exit(7)
-    sys.argv = ["hap", *arguments]
-    runpy.run_module("hap", run_name="__main__")
-
-
 def test_a_process_that_dies_ends_the_others(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "pruned.safetensors"
-    forkserver.set_forkserver_preload(PRELOADED)
-    arguments, context = [*PRUNE, str(dense), "--out", str(out)], mp.get_context("forkserver")
-    running = [
-        context.Process(target=command_that_dies, args=(told, arguments, tmp_path / told["RANK"])) for told in of_two()
-    ]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(timeout=120)
-    assert [process.exitcode for process in running] == [1, 7]
-    stderr = (tmp_path / "0").read_text()
+    ended = together([*PRUNE, str(dense), "--out", str(out)], tmp_path / "said", second_dies=True)
+    assert ended == [1, 7]
+    stderr = (tmp_path / "said-0.err").read_text()
     assert "error: process 0 of 2 has lost another one" in stderr and "Traceback" not in stderr
     assert list(out.parent.iterdir()) == []
 
