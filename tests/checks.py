@@ -215,9 +215,11 @@ def reachable(groups: Groups, kind: str, fractions: Iterable[float]) -> list[flo
 # ---- what must hold -----------------------------------------------------------------------------------------
 
 
-def check_pruned(model: nn.Module, groups: Groups, plan: hap.Plan, example: Any, tolerance: float = 1e-10) -> nn.Module:
+def check_pruned(
+    model: nn.Module, groups: Groups, plan: hap.Plan, example: Any, tolerance: float = 1e-10, verify: bool = True
+) -> nn.Module:
     """Promises 1 and 2 on one plan: pruned = masked, planned = counted, attributes true. Returns the pruned copy."""
-    pruned = hap.apply_(copied(model), plan, example=example, verify=True)
+    pruned = hap.apply_(copied(model), plan, example=example, verify=verify)
     seen = check_attributes(pruned, example)
     wanted = reference(model, groups, plan, pruned, example)
     if plan.exact:
