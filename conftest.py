@@ -59,8 +59,8 @@ def _cuda() -> bool:
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_old_to_collect() -> None:
     """The garbage collector does not look again at what torch and other libraries have made by now: millions of objects
-    that stay, which took a fifth of the time of all tests."""
-    gc.collect()
+    that stay, which took a fifth of the time of all tests. What it has kept twice already stays as well."""
+    gc.collect(1)
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
@@ -80,19 +80,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _translations_to_onnx_are_read_once() -> None:
-    """torch.onnx reads its table of translations anew for each export, half of the time of a small one."""
+def pytest_runtest_setup() -> None:
+    """What torch reads anew for each export to ONNX, more than half of the time of a small one: its table of
+    translations, here once, and the list of all operators in C++, here once in each test."""
     module = sys.modules.get("torch.onnx._internal.exporter._registration")
     registry = getattr(module, "ONNXRegistry", None)
     if hasattr(registry, "from_torchlib") and not hasattr(registry.from_torchlib, "cache_info"):
         registry.from_torchlib = staticmethod(cache(registry.from_torchlib))
-
-
-@pytest.fixture(autouse=True)
-def _operators_are_listed_once() -> None:
-    """torch asks for all operators in C++ anew for each namespace and each step of an export to ONNX, a tenth of the
-    time of a small one. Here it does once in each test."""
     module = sys.modules.get("torch._export.utils")
     if hasattr(module, "_materialize_cpp_cia_ops"):
         if not hasattr(module._materialize_cpp_cia_ops, "cache_clear"):
@@ -100,7 +94,7 @@ def _operators_are_listed_once() -> None:
         module._materialize_cpp_cia_ops.cache_clear()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _names_in_examples(doctest_namespace: dict[str, Any]) -> None:
     """An example in a docstring of hap starts from these names, as the docs do."""
     import torch

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 import hap
 from cases import CASES
-from checks import assert_unchanged, implantable, random_plan, run, snapshot, traced
+from checks import _captured, assert_unchanged, implantable, random_plan, run, snapshot, traced
+from hap.graph.capture import capture
 from hap.graph.nodes import short_name
 from hap.refit.calibration import Calibration
 from hap.refit.fit_layer import fit_layer
@@ -48,9 +49,21 @@ def output_error(model: nn.Module, wanted: list[list[Any]], inputs: list[Any]) -
     return sum(float((a - b).square().sum()) for a, b in pairs if a.shape == b.shape and a.is_floating_point())
 
 
+def reuse_what_was_captured(monkeypatch: pytest.MonkeyPatch, name: str, dense: nn.Module) -> None:
+    """A case is captured for its trace already. Where an operator writes to what it reads, a refit puts another one in
+    its place, so that it gets a graph of its own."""
+    known = _captured(name)[2]
+    schemas = [getattr(node.target, "_schema", None) for node in known.program.graph.nodes]
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
+        monkeypatch.setattr("hap.refit.graph_run.capture", lambda m, x: known if m is dense else capture(m, x))
+
+
 @pytest.mark.parametrize("name", [n for n in CASES if n != "nothing_to_remove"])
-def test_outputs_come_nearer_to_the_dense_ones_and_nothing_else_changes(name: str) -> None:
+def test_outputs_come_nearer_to_the_dense_ones_and_nothing_else_changes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense, pruned, plan, example = pruned_case(name, "union")
+    reuse_what_was_captured(monkeypatch, name, dense)
     inputs, before = inputs_like(example), snapshot(dense)
     shapes = {n: t.shape for n, t in pruned.state_dict().items() if isinstance(t, Tensor)}
     wanted = [run(dense, x) for x in inputs]

@@ -6,6 +6,7 @@ import copy
 import json
 import runpy
 import statistics
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hap
 from cases import CASES
-from checks import gap, reference, run
+from checks import gap, reference, run, traced
 from exact import full_hessian
 from hap.groups.groups import Groups
 from hap.groups.transformer_blocks import units_of
 from hap.scoring.over_all_slices import all_slices
 from huggingface import HEADS, HIDDEN, LAYERS, SETTINGS, library, small
+from traced_once import tracing_once
 
 
 class Encoder(nn.Module):
@@ -68,12 +70,25 @@ def encoder() -> tuple[Encoder, Tensor, list[Any]]:
     return model, x[:2], [(x[:4], y[:4]), (x[4:], y[4:])]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_trace() -> Iterator[None]:
+    """Models of transformers that several tests prune are traced once."""
+    with tracing_once():
+        yield
+
+
+@cache
+def encoder_groups() -> Groups:
+    """What a trace finds in the encoder, which each test gets anew with the same numbers."""
+    with torch.random.fork_rng():
+        return hap.trace(Encoder().double().eval(), torch.randn(2, 5, 8, dtype=torch.float64))
+
+
 # ---- which groups are what ----------------------------------------------------------------------------------
 
 
-def test_heads_and_neurons_are_told_from_the_rest(encoder: Any) -> None:
-    model, example, _ = encoder
-    groups = hap.trace(model, example)
+def test_heads_and_neurons_are_told_from_the_rest() -> None:
+    groups = encoder_groups()
     assert hap.heads(groups) == ["layers.0.q", "layers.1.q"]
     assert hap.mlps(groups) == ["layers.0.up", "layers.1.up"]
     assert "pooler" in groups and {len(groups[n]) for n in hap.heads(groups)} == {4}
@@ -283,9 +298,8 @@ def test_convolutional_networks_have_no_heads() -> None:
         hap.plan_blocks(groups, {}, heads=0.5)
 
 
-def test_a_head_owns_its_output_slice_too(encoder: Any) -> None:
-    model, example, _ = encoder
-    groups = hap.trace(model, example)
+def test_a_head_owns_its_output_slice_too() -> None:
+    groups = encoder_groups()
     slices = {(p.weight, p.dim): p.unit.tolist() for p in all_slices(groups, groups["layers.1.q"])}
     assert set(slices) == {
         ("layers.1.q.weight", 0),
@@ -298,7 +312,7 @@ def test_a_head_owns_its_output_slice_too(encoder: Any) -> None:
 
 def test_budgets_on_heads_and_on_neurons(encoder: Any) -> None:
     model, example, _ = encoder
-    groups = hap.trace(model, example)
+    groups = encoder_groups()
     scores = hap.score(model, groups, None, None, "magnitude")
     plan = hap.plan_blocks(groups, scores, heads=0.5, mlp=0.75)
     kept = {n: len(units) for n, units in plan.kept.items()}
@@ -317,25 +331,23 @@ def test_one_call_prunes_blocks(encoder: Any, budget: dict[str, float]) -> None:
     model, example, batches = encoder
     dense = copy.deepcopy(model)
     plan = hap.prune_blocks_(model, example, batches, F.cross_entropy, criterion=hap.JointTrace(probes=4), **budget)
-    part = hap.only(hap.trace(dense, example), plan.kept)
+    part = hap.only(encoder_groups(), plan.kept)
     assert gap(run(model, example), reference(dense, part, plan, model, example)) < 1e-10
     assert any("q" in n for n in plan.kept) == ("mlp" not in budget or "heads" in budget)
     assert hap.cost(model, example).macs == plan.after.macs < plan.before.macs
 
 
-def test_one_head_stays_in_each_layer(encoder: Any) -> None:
-    model, example, _ = encoder
-    groups = hap.trace(model, example)
+def test_one_head_stays_in_each_layer() -> None:
+    groups = encoder_groups()
     scores = {n: torch.arange(len(g)) + (100.0 if n == "layers.1.q" else 0.0) for n, g in groups.items()}
     kept = hap.plan_blocks(groups, scores, heads=0.25).kept
     assert kept == {"layers.0.q": [3], "layers.1.q": [3]}
 
 
 @pytest.mark.parametrize("given", [{}, {"heads": 0.5, "flops": 0.5}, {"mlp": 0.5, "flops": 0.5}])
-def test_one_kind_of_budget_at_a_time(encoder: Any, given: dict[str, float]) -> None:
-    model, example, _ = encoder
+def test_one_kind_of_budget_at_a_time(given: dict[str, float]) -> None:
     with pytest.raises(hap.HapError, match="expected heads and/or mlp, or flops alone"):
-        hap.plan_blocks(hap.trace(model, example), {}, **given)
+        hap.plan_blocks(encoder_groups(), {}, **given)
 
 
 @pytest.mark.parametrize("coupling", ["joint", "union"])
@@ -343,7 +355,7 @@ def test_one_kind_of_budget_at_a_time(encoder: Any, given: dict[str, float]) -> 
 def test_only_leaves_all_else_whole(case: str, coupling: str) -> None:
     """Any choice of groups can be planned by itself, and the result runs and is what the plan says."""
     model, example = CASES[case]()
-    groups = hap.trace(model, example, coupling)
+    groups = traced(case, coupling)
     names = list(groups)[::2]
     if not names:
         pytest.skip("nothing can be removed from this network")
@@ -355,9 +367,8 @@ def test_only_leaves_all_else_whole(case: str, coupling: str) -> None:
     assert hap.cost(pruned, example).params == plan.after.params
 
 
-def test_only_refuses_what_is_not_there(encoder: Any) -> None:
-    model, example, _ = encoder
-    groups = hap.trace(model, example)
+def test_only_refuses_what_is_not_there() -> None:
+    groups = encoder_groups()
     with pytest.raises(hap.HapError, match="no group 'layers"):
         hap.only(groups, ["layers.7.q"])
     with pytest.raises(hap.HapError, match="no groups are named"):
@@ -385,8 +396,8 @@ def _equation_six(model: nn.Module, groups: Any, name: str, diagonal: dict[str, 
 
 @pytest.mark.parametrize("deflate", [0, 40])
 def test_joint_trace_by_probes_meets_the_full_hessian(encoder: Any, deflate: int) -> None:
-    model, example, batches = encoder
-    groups = hap.only(hap.trace(model, example), ["layers.1.q"])
+    model, _, batches = encoder
+    groups = hap.only(encoder_groups(), ["layers.1.q"])
     diagonal = {}
     for weight, _, _ in _slices(groups, "layers.1.q"):
         with sdpa_kernel(SDPBackend.MATH):
@@ -402,8 +413,8 @@ def test_joint_trace_by_probes_meets_the_full_hessian(encoder: Any, deflate: int
 
 
 def test_joint_trace_by_draws_meets_the_gauss_newton_matrix(encoder: Any) -> None:
-    model, example, batches = encoder
-    groups = hap.only(hap.trace(model, example), hap.heads(hap.trace(model, example)))
+    model, _, batches = encoder
+    groups = hap.only(encoder_groups(), hap.heads(encoder_groups()))
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     names = list(dict.fromkeys(w for g in groups for w, _, _ in _slices(groups, g)))
     diagonal = {n: torch.zeros_like(parameters[n]) for n in names}
@@ -427,8 +438,8 @@ def test_joint_trace_by_draws_meets_the_gauss_newton_matrix(encoder: Any) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_second_derivatives_in_half_precision_are_refused(encoder: Any, dtype: torch.dtype) -> None:
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
     half = copy.deepcopy(model).to(dtype)
     for criterion in (hap.JointTrace(probes=2), hap.JointTrace(probes=2, deflate=2)):
         with pytest.raises(hap.HapError, match=r"too coarse for second derivatives; call model.float\(\) first"):
@@ -439,8 +450,8 @@ def test_second_derivatives_in_half_precision_are_refused(encoder: Any, dtype: t
     "criterion", [hap.JointTrace(probes=2), hap.JointTrace("gauss-newton"), hap.GateGradient()], ids=str
 )
 def test_scores_that_are_not_finite_are_refused(encoder: Any, criterion: hap.Criterion) -> None:
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
     model = copy.deepcopy(model)
     model.layers[0]["o"].register_full_backward_hook(lambda module, into, out: (into[0] * float("nan"),))
     with pytest.raises(hap.HapError, match="is not finite"):
@@ -448,8 +459,8 @@ def test_scores_that_are_not_finite_are_refused(encoder: Any, criterion: hap.Cri
 
 
 def test_gauss_newton_refuses_another_loss(encoder: Any) -> None:
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
 
     def smoothed(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, label_smoothing=0.3)
@@ -461,8 +472,8 @@ def test_gauss_newton_refuses_another_loss(encoder: Any) -> None:
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_gate_gradient_is_the_gradient_of_gates(encoder: Any, per_layer: bool) -> None:
     """Gates are written out: a factor for each sample and head on what the output projection reads."""
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
     scores = hap.score(model, groups, batches, F.cross_entropy, hap.GateGradient(per_layer))
     total = sum(len(y) for _, y in batches)
     for number, name in enumerate(groups):
@@ -479,8 +490,8 @@ def test_gate_gradient_is_the_gradient_of_gates(encoder: Any, per_layer: bool) -
 
 
 def test_whole_magnitude_covers_all_slices(encoder: Any) -> None:
-    model, example, _ = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, _ = encoder
+    groups = units_of(encoder_groups(), "heads")
     layer = model.layers[0]
     rows = sum(layer[n].weight.detach().view(4, 2, 8).square().sum((1, 2)) for n in "qkv")
     columns = layer["o"].weight.detach().view(8, 4, 2).square().sum((0, 2))
@@ -492,8 +503,8 @@ def test_whole_magnitude_covers_all_slices(encoder: Any) -> None:
     "criterion", [hap.L1(), hap.Taylor(), hap.DiagonalFisher(), hap.OBD(probes=3)], ids=lambda c: c.name
 )
 def test_whole_adds_the_output_slice_to_others(encoder: Any, criterion: hap.Criterion) -> None:
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
     more = hap.score(model, groups, batches, F.cross_entropy, hap.Whole(criterion))
     less = hap.score(model, groups, batches, F.cross_entropy, criterion)
     assert all((more[n] != less[n]).all() for n in groups)
@@ -501,8 +512,8 @@ def test_whole_adds_the_output_slice_to_others(encoder: Any, criterion: hap.Crit
 
 
 def test_the_hessian_sees_through_fused_attention(encoder: Any) -> None:
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
     scores = hap.score(model, groups, batches, F.cross_entropy, hap.HessianTrace("hutchinson", probes=2))
     assert all(v.isfinite().all() and (v != 0).all() for v in scores.values())
 
@@ -513,8 +524,8 @@ def test_whole_refuses_what_knows_rows_only() -> None:
 
 
 def test_head_criteria_leave_the_model_alone(encoder: Any) -> None:
-    model, example, batches = encoder
-    groups = units_of(hap.trace(model, example), "heads")
+    model, _, batches = encoder
+    groups = units_of(encoder_groups(), "heads")
     before = {n: p.clone() for n, p in model.state_dict().items()}
     for criterion in (hap.JointTrace(probes=2), hap.JointTrace("gauss-newton"), hap.GateGradient()):
         hap.score(model, groups, batches, F.cross_entropy, criterion)
@@ -587,8 +598,8 @@ def test_the_readme_and_the_manual_show_the_same_five_lines() -> None:
 def test_the_lines_of_the_readme_prune_heads_of(name: str, tmp_path: Any) -> None:
     """As they stand there; then equal to the head-masked dense model, and reloaded into one from_pretrained gives."""
     model, example, _ = _model(name)
-    model.save_pretrained(tmp_path / "dense")
     dense, batches = copy.deepcopy(model), [(example, torch.tensor([0, 1, 1]))]
+    dense.save_pretrained(tmp_path / "dense")  # which writes into its configuration
     names: dict[str, Any] = {"hap": hap, "model": model, "example": example, "batches": batches, "loss": _loss}
     exec(_five_lines("README.md"), names)
     heads, plan = names["heads"], names["plan"]
@@ -630,8 +641,8 @@ def test_curvature_of_heads(name: str, criterion: hap.Criterion) -> None:
 
 def test_an_encoder_without_half_its_heads_trains_and_exports(tmp_path: Any) -> None:
     runtime = pytest.importorskip("onnxruntime")
-    model, example, groups = _model("roberta")
-    heads = units_of(groups, "heads")
+    model, example = small("roberta", layers=1)
+    heads = units_of(hap.trace(model, example), "heads")
     plan = hap.plan(heads, hap.score(model, heads, None, None, "random"), hap.Budget(channels=0.5))
     hap.apply_(model, plan, example)
     optimizer, target = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.tensor([0, 1, 1])

@@ -180,8 +180,8 @@ def test_a_cross_entropy_in_half_precision_is_one(dtype: torch.dtype) -> None:
     x = torch.randn(16, 5, 16)
     groups = hap.trace(model, x)
     heads = hap.only(groups, hap.heads(groups))
-    criterion = hap.JointTrace("gauss-newton", draws=200)
-    batches = [(x, torch.randint(0, 3, (16,))) for _ in range(5)]
+    criterion = hap.JointTrace("gauss-newton", draws=100)
+    batches = [(x, torch.randint(0, 3, (16,))) for _ in range(3)]
     wanted = hap.score(model, heads, batches, F.cross_entropy, criterion)["q"]
     half = [(x.to(dtype), y) for x, y in batches]
     seen = hap.score(model.to(dtype), heads, half, F.cross_entropy, criterion)["q"]
