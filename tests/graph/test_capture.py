@@ -68,3 +68,15 @@ def test_a_capture_is_that_of_torch_export_without_notes_on_the_source() -> None
 
 def test_a_region_inside_of_a_graph_is_captured() -> None:
     assert hap.trace(Mixed().eval(), torch.randn(2, 3)).units == 8
+
+
+def test_no_mode_of_ours_is_left_after_a_capture_that_fails() -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0]
+
+    modes, model = torch._C._len_torch_function_stack(), Chooses()
+    with pytest.raises(hap.HapError, match="depends on tensor values"):
+        capture(model, torch.randn(4))
+    assert torch._C._len_torch_function_stack() == modes
+    assert "forward" not in vars(model)

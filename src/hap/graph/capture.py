@@ -73,7 +73,7 @@ def captured(model: nn.Module, example: Any, training: Set[nn.Module] = frozense
     with ExitStack() as stack:
         called, shapes = stack.enter_context(_recording_calls(model))
         quiet = (_plainly(), torch.no_grad(), redirect_stderr(StringIO()))
-        for context in (*quiet, forgetting_caches(model), eval_mode(model), seeded(), _while_running(model, known)):
+        for context in (*quiet, forgetting_caches(model), eval_mode(model), seeded(), known):
             stack.enter_context(context)
         stack.enter_context(returning_plain_outputs(model))
         stack.enter_context(_leaving_nothing(model))
@@ -105,23 +105,6 @@ def _recording_calls(model: nn.Module) -> Iterator[tuple[CalledArguments, dict[s
         for name, module in ((n, m) for n, m in model.named_modules() if takes_hooks(m)):
             stack.callback(module.register_forward_hook(partial(note, name), with_kwargs=True).remove)
         yield called, alike
-
-
-@contextmanager
-def _while_running(model: nn.Module, mode: TorchFunctionMode) -> Iterator[None]:
-    """Inside, the model runs in this mode, and nothing else does: torch.export itself looks at tensors a hundred times
-    as often."""
-
-    def enter(*_: Any) -> None:
-        mode.__enter__()
-
-    def leave(*_: Any) -> None:
-        mode.__exit__(None, None, None)
-
-    with ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(enter, prepend=True).remove)
-        stack.callback(model.register_forward_hook(leave, always_call=True).remove)
-        yield
 
 
 @contextmanager
