@@ -220,9 +220,9 @@ def _prune_to_drop(work: Work, groups: Groups, scores: Scores, max_drop: float) 
         return torch.cat([100.0 * (model(x).argmax(1) == y) for x, y in held])
 
     how = step.make_criterion(work.seed), step.make_implant(), step.limits(), step.per_cost
-    choice = Choice(work.model, groups, images, work.batches(), F.cross_entropy, *how)
+    choice = Choice(work.model, groups, images, work.batches(), F.cross_entropy, *how, known=scores)
     allowed = Tolerance("max_drop", max_drop, right)
-    plan, network = plan_for_drop(choice, allowed, repair=step.repair_name, known=scores)
+    plan, network = plan_for_drop(choice, allowed, repair=step.repair_name)
     work.apply(plan, network)
     return plan, {"max_drop": max_drop, "evaluated": sum(len(y) for _, y in held)}
 
