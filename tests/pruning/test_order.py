@@ -20,7 +20,7 @@ from hap.scoring import Criterion, Scores, ScoringContext
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("residual", {"criterion": "reversed-l1"}),
     ("residual", {"criterion": hap.Random(seed=3), "per_cost": True, "coupling": "union"}),
-    ("attention_fused", {"criterion": "l1", "stream": True, "per_cost": True}),
+    ("convnext_block", {"criterion": "l1", "stream": True, "per_cost": True}),
 ]
 SIZES: list[dict[str, Any]] = [
     {"flops": 0.37},
