@@ -21,11 +21,13 @@ from hap.planning.assemble import draft
 from hap.planning.budget import Budget, Limits
 from hap.planning.choose_units import plan
 from hap.planning.cost import cost
+from hap.planning.order import Order
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.compensate import compensate_
 from hap.pruning.latency import compare_latency, latency
 from hap.pruning.narrowable_heads import narrowable
+from hap.pruning.order import order
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.prune import prune_
 from hap.pruning.prune_blocks import plan_blocks, prune_blocks_
@@ -61,9 +63,9 @@ __version__ = "0.1.0"
 __all__ = [
     "L1", "OBD", "BNScale", "Budget", "Criterion", "DepthwiseSeparable", "DiagonalFisher", "Distillation",
     "GateCurvature", "GateGradient", "GeometricMedian", "HapError", "HessianTrace", "Implant", "JointTrace", "Limits",
-    "LowRank", "Magnitude", "NarrowHeads", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit",
+    "LowRank", "Magnitude", "NarrowHeads", "Order", "Plan", "Pointwise", "Random", "Recipe", "Reconstruction", "Refit",
     "Reversed", "Scores", "SpatialLowRank", "Taylor", "Whole", "apply_", "compare_latency", "compensate_", "cost",
     "data", "distil_", "draft", "evaluate", "export", "heads", "latency", "load", "mlps", "models", "narrowable",
-    "only", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
+    "only", "order", "parts", "plan", "plan_blocks", "plan_for_latency", "prune_", "prune_blocks_", "read", "recipes",
     "refit_", "rewrite", "rules", "save", "score", "trace", "train", "zoo",
 ]  # fmt: skip

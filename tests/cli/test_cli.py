@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 
 import hap
 from hap.cli import app
+from hap.cli.options import allow_local_modules
 from hap.report import charts, style
 from hap.training.loop import Report
 from hap.workflow.config import read_config
@@ -264,6 +267,78 @@ def test_a_tolerated_drop_in_place_of_a_budget(dense: Path, tmp_path: Path) -> N
     assert everything.exit_code != 0 and "ask for fewer with --calibration" in everything.output
 
 
+def test_one_order_cuts_every_size(dense: Path, tmp_path: Path) -> None:
+    ordered, out, anew = (tmp_path / f"{name}.safetensors" for name in ("ordered", "small", "anew"))
+    choices = "--criterion", "magnitude", "--per-cost", "--coupling", "union"
+    assert "layer3.1.conv1" in ok("order", dense, *choices, "--out", ordered)
+    found, before = hap.read(ordered), hap.read(dense)
+    assert (found.metrics, found.recipe, found.about) == (before.metrics, before.recipe, before.about)
+    assert str(found.order) == "400 units in 15 groups by magnitude, union coupling, per cost"
+    assert str(found.order) in ok("info", ordered)
+    size = "--flops", 0.37, "--round-to", 2, "--repair", "norms", "--calibration", 64
+    ok("prune", "--from-order", ordered, *size, "--out", out)
+    ok("prune", dense, *choices, *size, "--out", anew)
+    made, wanted = hap.read(out), hap.read(anew)
+    assert made.plan == wanted.plan and made.metrics == wanted.metrics
+    assert made.about["pruned_from"] == "ordered.safetensors"
+    assert made.about["prune"] == wanted.about["prune"] | {"criterion": {"name": "magnitude"}, "ignore": []}
+
+
+def saved_tiny() -> tuple[torch.nn.Module, list[Any], str]:
+    """The network of the module tinynet as it is made, an image and calibration batches, and the checkpoint's name."""
+    allow_local_modules()
+    model, data = importlib.import_module("tinynet").build().eval(), hap.data.load("digits")
+    hap.save("net.safetensors", model, about={"model": "tinynet:build", "data": "digits"})
+    return model, [next(data.batches("train", 1))[0], data.calibration(64, 0)], "net.safetensors"
+
+
+def test_an_order_that_the_library_saved_is_followed(tiny: Path) -> None:
+    model, inputs, name = saved_tiny()
+    order = hap.order(model, *inputs, criterion=hap.Reversed(hap.Random(seed=1)), ignore=("0",))
+    hap.save(name, model, order=order, about=hap.read(name).about)
+    ok("prune", "--from-order", name, "--flops", 0.8, "--model", "tinynet:build", "--out", "small.safetensors")
+    plan = hap.read("small.safetensors").plan
+    assert plan == hap.prune_(model, *inputs, order=order, flops=0.8)
+    assert list(plan.removed) == ["3"]
+    assert hap.read("small.safetensors").about["prune"]["ignore"] == ["0"]
+
+
+def test_what_an_order_does_not_go_with(dense: Path, pruned: Path, tmp_path: Path) -> None:
+    ordered, out = tmp_path / "ordered.safetensors", tmp_path / "small.safetensors"
+    order = hap.Order({"stem": [1.0, 2.0]}, {"name": "l1"})
+    model = hap.load(dense, hap.models.build("digits_resnet"))
+    hap.save(ordered, model, order=order, about=hap.read(dense).about)
+    prune = "prune", "--from-order", ordered, "--flops", 0.5, "--out", out
+    beside = f"is given beside --from-order {ordered}, which has 2 units in 1 group by l1, joint coupling; leave out "
+    for option in (["--criterion", "hessian"], ["--coupling", "joint"], ["--per-cost"], ["--stream"], ["--rounds", 1]):
+        assert f"{option[0]} {beside}{option[0]}, or make another with hap order" in refused(*prune, *option)
+    assert "of another model: it lacks group" in (line := refused(*prune))
+    assert line.endswith("make one of this model with hap order")
+    assert f"holds the network too; leave out {dense}" in refused("prune", dense, *prune[1:])
+    assert "leave out --from-order" in refused(*prune[:3], "--max-drop", 1, "--out", out)
+    assert f"{dense} holds no order; make a file with one" in refused("prune", "--from-order", dense, *prune[3:])
+    assert "give a CHECKPOINT, or --from-order" in refused("prune", *prune[3:])
+    assert "the command reads and would overwrite" in refused(*prune[:-1], ordered)
+    assert "pruned already" in refused("order", pruned, "--out", out)
+    assert "the command reads and would overwrite" in refused("order", dense, "--out", dense)
+    assert not out.exists()
+
+
+def test_several_rounds(tiny: Path) -> None:
+    model, inputs, name = saved_tiny()
+    how = "--criterion", "magnitude", "--repair", "norms", "--calibration", 64, "--model", "tinynet:build"
+    prune = "prune", name, *how, "--out", "small.safetensors"
+    assert "in 2 rounds, each scored anew" in invoke(*prune, "--flops", 0.4, "--rounds", 2).stderr
+    found = hap.read("small.safetensors")
+    assert found.plan == hap.prune_(model, *inputs, criterion="magnitude", repair="norms", rounds=2, flops=0.4)
+    assert found.about["prune"]["rounds"] == 2
+    loaded = hap.load("small.safetensors", sys.modules["tinynet"].build()).eval()
+    torch.testing.assert_close(loaded(inputs[0]), model(inputs[0]))
+    assert "--rounds 0; expected a whole number of at least 1" in refused(*prune, "--flops", 0.4, "--rounds", 0)
+    line = refused(*prune, "--latency", 0.5, "--rounds", 2)
+    assert "--latency 0.5 takes one round" in line and "ask for --flops instead" in line
+
+
 def test_prune_and_info_say_what_could_not_be_touched(tiny: Path) -> None:
     (tiny / "tinynet.py").write_text(RECURRENT)
     ok("train", "--model", "tinynet:build", "--data", "digits", "--epochs", 1, "--out", "net.safetensors")
@@ -359,6 +434,7 @@ def test_version_and_help_with_examples() -> None:
         "demo",
         "train",
         "score",
+        "order",
         "prune",
         "finetune",
         "run",
@@ -590,11 +666,14 @@ def test_run_leaves_results_and_skips_what_is_finished(tiny: Path, undrawn: Call
     ok("run", config)
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
     assert "done before" not in invoke("run", config, "--fresh").stderr
-    again = invoke("run", small_config(tiny, prune='criterion = "l1"\nparams = 0.4'))  # other settings: done again
+    assert "rounds" not in record["config"]["prune"]
+    more = 'criterion = "l1"\nparams = 0.4\nrounds = 2'
+    again = invoke("run", small_config(tiny, prune=more))  # other settings: done again
     assert again.exit_code == 0
     assert "dense network: done before" in again.stderr
     record = json.loads((tiny / "out" / "results" / "l1-seed0.json").read_text())
-    assert record["budget"] == {"params": 0.4}
+    assert record["budget"] == {"params": 0.4} and record["config"]["prune"]["rounds"] == 2
+    assert "in 2 rounds, each scored anew" in again.stderr
 
 
 def test_fresh_removes_what_the_experiment_left_and_nothing_else(tmp_path: Path) -> None:
@@ -636,6 +715,7 @@ def test_run_goes_on_after_an_interruption(tmp_path: Path, dense: Path, monkeypa
         ({"prune": 'critereon = "l1"\nparams = 0.5'}, ["'critereon' in [[prune]] entry 1", "criterion"]),
         ({"prune": "params = 2.0"}, ["params = 2.0", "LEFT"]),
         ({"prune": 'params = "half"'}, ["params is 'half'", "a number"]),
+        ({"prune": "params = 0.5\nrounds = 0"}, ["entry 1", "rounds = 0; expected a whole number of at least 1"]),
         ({"top": 'seeds = ["a"]'}, ["seeds is ['a']"]),
         ({"top": "probes = 1"}, ["probes is 1"]),
         ({"calibration": "0"}, ["calibration is 0", "at least 1"]),

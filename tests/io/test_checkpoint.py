@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -332,6 +332,54 @@ def break_cut(field: str, value: Any) -> Any:
 )
 def test_damaged_plan(saved: Path, change: Any) -> None:
     check_refused(rewritten(saved, change), "")
+
+
+# ---- a model with its order -----------------------------------------------------------------------------------------
+
+ORDER = hap.Order({"b1.0.0": [0.1, 1 / 3, 5e-324]}, {"name": "magnitude"}, per_cost=True, ignore=("b2*",))
+
+
+@pytest.fixture
+def ordered(tmp_path: Path) -> Path:
+    return hap.save(tmp_path / "ordered.safetensors", CASES["residual"]()[0], order=ORDER)
+
+
+def test_an_order_comes_back_number_for_number(ordered: Path, saved: Path) -> None:
+    found = hap.read(ordered)
+    assert found.order == ORDER and found.plan is None
+    model, example = CASES["residual"]()
+    assert same(run(hap.load(ordered, fresh("residual")), example), run(model, example))
+    assert hap.read(saved).order is None
+    with safe_open(saved, framework="pt") as file:
+        assert "order" not in json.loads(file.metadata()["hap"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h: h.update(order=5), "not an order that this version of HAP wrote"),
+        (lambda h: h.update(order=None), "not an order that this version of HAP wrote"),
+        (lambda h: h["order"].pop("criterion"), "'criterion'.* missing or unknown"),
+        (lambda h: h["order"]["scores"].update({"b1.0.0": [float("nan")]}), r"scores\['b1\.0\.0'\] holds nan"),
+        (lambda h: h["order"].update(scores={"a": {"__reduce__": "os.system"}}), "expected one number for each unit"),
+    ],
+)
+def test_damaged_order(ordered: Path, change: Any, words: str) -> None:
+    check_refused(rewritten(ordered, change), words)
+
+
+def test_an_order_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "net.safetensors"
+    with pytest.raises(hap.HapError, match=r"order is dict; expected what hap\.order returned"):
+        hap.save(path, nn.Linear(2, 3), order=ORDER.to_dict())
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: header too large")
+
+    monkeypatch.setattr(checkpoint, "save_file", refusing)
+    with pytest.raises(hap.HapError, match=r"cannot write .*header too large; its header has [\d,]+ characters"):
+        hap.save(path, nn.Linear(2, 3), order=ORDER)
+    assert not list(tmp_path.iterdir())
 
 
 def test_unwritable_paths(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ share, `screen` what is printed. The commands themselves are in `training`, `pru
 from hap.cli.app import add_commands, app
 from hap.cli.experiments import demo, report, run
 from hap.cli.inspecting import evaluate, export, info
-from hap.cli.pruning import prune, score
+from hap.cli.pruning import order, prune, score
 from hap.cli.training import finetune, train
 from hap.utils import distributed
 
 __all__ = ["app", "main"]
 
-for command in (demo, train, score, prune, finetune, run, evaluate, export, info, report):
+for command in (demo, train, score, order, prune, finetune, run, evaluate, export, info, report):
     name = "eval" if command is evaluate else command.__name__
     app.command(name, no_args_is_help=command in (train, run))(command)
 add_commands()

@@ -39,7 +39,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-TOGETHER = ("train", "score", "prune", "finetune", "eval")
+TOGETHER = ("train", "score", "order", "prune", "finetune", "eval")
 """Commands that several processes of torchrun carry out together."""
 
 

@@ -121,6 +121,8 @@ def info(checkpoint: Saved) -> None:
     elif "params" in metrics:
         rows.append(["params", f"{metrics['params']:,}"])
         rows.append(["FLOPs", f"{metrics.get('macs', 0):,}"])
+    if found.order is not None:
+        rows.append(["order", str(found.order)])
     if found.recipe is not None:
         shown = ("epochs", "batch", "lr", "schedule", "distill", "seed")
         rows.append(["recipe", ", ".join(f"{k} {found.recipe[k]}" for k in shown if k in found.recipe)])

@@ -19,6 +19,9 @@ from hap.utils.atomic_files import check_writable
 from hap.workflow.networks import data_of_checkpoint, load_data, open_checkpoint, pick_device
 
 Saved = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote.")]
+Network = Annotated[
+    Path | None, typer.Argument(metavar="CHECKPOINT", help="A file that hap wrote. Not needed with --from-order.")
+]
 Model = Annotated[
     str | None,
     typer.Option(help="A zoo name or package.module:factory. Only needed if the checkpoint holds no zoo network."),
@@ -62,6 +65,13 @@ ImplantKind = Annotated[str, typer.Option(help="Pointwise (the paper's), LowRank
 ImplantInit = Annotated[str | None, typer.Option(help="Start values: lstsq, center or zero.")]
 ScoresFile = Annotated[
     Path | None, typer.Option(help="Scores of this checkpoint that hap score wrote, instead of scoring again.")
+]
+FromOrder = Annotated[
+    Path | None,
+    typer.Option(help="A file of hap order, which holds the network and what goes first: nothing is scored again."),
+]
+Rounds = Annotated[
+    int, typer.Option(help="Prune in so many steps: each time a part goes, --repair mends the rest, and it is scored.")
 ]
 PerLayer = Annotated[float, typer.Option(help="At most this share of a layer goes.")]
 RoundTo = Annotated[int, typer.Option(help="Layers keep a multiple of this many units.")]

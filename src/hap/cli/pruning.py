@@ -1,4 +1,4 @@
-"""hap score, hap prune."""
+"""hap score, hap order, hap prune."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
 
 import hap
@@ -17,9 +17,10 @@ from hap.cli.screen import out as screen
 from hap.errors import HapError
 from hap.groups.groups import Groups
 from hap.planning.budget import Budget
+from hap.planning.order import Order
 from hap.planning.plan import Plan
 from hap.pruning.plan_for_drop import Tolerance, check_alone, plan_for_drop
-from hap.pruning.prune_in_rounds import Choice
+from hap.pruning.prune_in_rounds import check_rounds
 from hap.scoring import Scores
 from hap.utils import distributed
 from hap.utils.atomic_files import write_json
@@ -60,25 +61,58 @@ def score(
     if out is not None:
         check_out(out, checkpoint)
     network, _, _, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
-    _warn(note_if_fewer_images(found, calibration))
-    with working("scoring") as tell:
-        _, scores = Work(network, found, step, calibration, seed, tell, stream).score()
-    screen().print(_score_table(scores, criterion))
+    work = Work(network, found, step, calibration, seed, stream=stream)
+    scores = _score_and_show(work)
     if out is not None:
-        record = {
-            "kind": KIND,
-            "format": 1,
-            "checkpoint": short_digest(checkpoint),
-            "coupling": coupling,
-            "stream": stream,
-            "data": found.name,
-            "criterion": step.make_criterion(seed).to_dict(),
-            "about": scores.about,
-            "scores": {n: v.tolist() for n, v in scores.items()},
-            "errors": {n: v.tolist() for n, v in scores.errors.items()},
-        }
-        write_json(out, record)
+        about = {"checkpoint": short_digest(checkpoint), "data": found.name}
+        errors = {n: v.tolist() for n, v in scores.errors.items()}
+        write_json(out, {"kind": KIND, "format": 1, **about, **work.order(scores).to_dict(), "errors": errors})
         tell_written(out)
+
+
+def order(
+    checkpoint: options.Saved,
+    out: options.OutCheckpoint,
+    data: options.DataSpec = None,
+    criterion: options.Criterion = "hessian",
+    per_cost: options.PerCost = False,
+    coupling: options.Coupling = "joint",
+    stream: options.Stream = False,
+    probes: options.Probes = None,
+    calibration: options.Calibration = 512,
+    model: options.Model = None,
+    data_root: options.DataRoot = None,
+    image_size: options.ImageSize = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
+) -> None:
+    """Find out once which channels go first, and store that with the network: hap prune --from-order cuts any size.
+
+    \b
+    Examples:
+      hap order runs/dense.safetensors --criterion magnitude --per-cost \\
+          --out runs/ordered.safetensors
+      hap prune --from-order runs/ordered.safetensors --flops 0.37 \\
+          --repair refit --out runs/small.safetensors
+    """
+    step = PruneStep("order", criterion, params=1.0, coupling=coupling, probes=probes, per_cost=per_cost)
+    check_saved_name(out, checkpoint)
+    _check_dense(checkpoint)
+    network, saved, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
+    work = Work(network, found, step, calibration, seed, stream=stream)
+    made = work.order(_score_and_show(work))
+    about = {**saved.about, **describe_network(spec, found)}
+    hap.save(out, network, recipe=saved.recipe, metrics=saved.metrics, about=about, order=made)
+    tell_written(out)
+
+
+def _score_and_show(work: Work) -> Scores:
+    """Score the units of the network, and print what came out."""
+    _warn(note_if_fewer_images(work.data, work.images))
+    with working("scoring") as tell:
+        _, scores = dataclasses.replace(work, say=tell).score()
+    screen().print(_score_table(scores, work.step.criterion))
+    return scores
 
 
 def _score_table(scores: Scores, criterion: str) -> Any:
@@ -93,8 +127,9 @@ def _score_table(scores: Scores, criterion: str) -> Any:
 
 
 def prune(
-    checkpoint: options.Saved,
+    ctx: typer.Context,
     out: options.OutCheckpoint,
+    checkpoint: options.Network = None,
     data: options.DataSpec = None,
     params: options.Params = None,
     flops: options.Flops = None,
@@ -113,6 +148,7 @@ def prune(
     stream: options.Stream = False,
     probes: options.Probes = None,
     scores: options.ScoresFile = None,
+    from_order: options.FromOrder = None,
     per_layer: options.PerLayer = 0.95,
     round_to: options.RoundTo = 1,
     leave: options.Leave = None,
@@ -120,6 +156,7 @@ def prune(
     compensate: options.Compensate = False,
     repair: options.Repair = None,
     minutes: options.Minutes = None,
+    rounds: options.Rounds = 1,
     calibration: options.Calibration = 512,
     model: options.Model = None,
     data_root: options.DataRoot = None,
@@ -137,41 +174,94 @@ def prune(
           --per-cost --coupling union --minutes 5 --out runs/half.safetensors
       hap prune runs/dense.safetensors --latency 0.5 --out runs/fast.safetensors
       hap prune runs/dense.safetensors --max-drop 1 --out runs/nearly.safetensors
+      hap prune --from-order runs/ordered.safetensors --flops 0.37 \\
+          --repair refit --out runs/small.safetensors
     """
     given = {**locals(), "name": "prune", "leave": leave or ()}  # the options of this command, by name
-    asked = {"params": params, "flops": flops, "channels": channels, "latency": latency, "activations": activations}
-    searched = _searched(asked, max_drop, scores, {"batch": batch, "backend": backend, "threads": threads})
-    given |= {"channels": 1.0, "repair": repair or ("refit" if max_drop else None)} if searched else {}
-    step = PruneStep(**{field.name: given[field.name] for field in dataclasses.fields(PruneStep)})
+    order = _order_asked_for(ctx, checkpoint, from_order)
+    if order is not None:
+        made = {name: getattr(order, name) for name in ("coupling", "stream", "per_cost")}
+        given |= {"checkpoint": from_order, **made}
+    _prune_and_save(given, order)
+
+
+MADE = ("criterion", "coupling", "stream", "probes", "per_cost", "scores", "rounds")
+"""Options that an order has made the choice of, or that would score anew."""
+
+
+def _order_asked_for(ctx: typer.Context, checkpoint: Path | None, from_order: Path | None) -> Order | None:
+    """The order in the file of --from-order, beside which nothing is given that it has chosen."""
+    if from_order is None:
+        if checkpoint is None:
+            raise HapError("there is nothing to prune: give a CHECKPOINT, or --from-order with a file of hap order")
+        return None
+    if checkpoint is not None:
+        raise HapError(f"--from-order {from_order} holds the network too; leave out {checkpoint}")
+    order = hap.read(checkpoint_path(from_order)).order
+    if order is None:
+        raise HapError(f"{from_order} holds no order; make a file with one: hap order {from_order} --out ...")
+    for name in MADE:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            seen = f"{option} is given beside --from-order {from_order}, which has {order}"
+            raise HapError(f"{seen}; leave out {option}, or make another with hap order")
+    return order
+
+
+def _prune_and_save(given: Mapping[str, Any], order: Order | None) -> None:
+    """`given`: the options of hap prune by name. `order`: what goes first, where that is known."""
+    checkpoint, out, stream, scores = (given[name] for name in ("checkpoint", "out", "stream", "scores"))
+    searched = _searched(given)
+    step = _step(given, searched)
     check_saved_name(out, checkpoint, scores)
     _check_dense(checkpoint)
-    network, _, spec, found = open_with_data(checkpoint, model, device, data, data_root, image_size)
-    work = Work(network, found, step, calibration, seed, stream=stream)
-    plan, metrics, found_out = _prune(work, scores, checkpoint, searched)
-    settings = {**dataclasses.asdict(step), "channels": channels, "stream": stream, **found_out}
+    network, _, spec, found = open_with_data(checkpoint, *(given[name] for name in FOUND_BY))
+    ignore = () if order is None else order.ignore
+    work = Work(network, found, step, given["calibration"], given["seed"], stream=stream, ignore=ignore)
+    known = order if scores is None else _read_scores(scores, work, checkpoint)
+    plan, metrics, found_out = _prune(work, known, searched)
+    settings = {**dataclasses.asdict(step), "channels": given["channels"], "stream": stream, **found_out}
+    if order is not None:
+        settings |= {"criterion": order.criterion, "ignore": order.ignore}
     described = describe_network(spec, found) | {"prune": settings, "pruned_from": checkpoint.name}
     hap.save(out, network, plan, metrics=metrics, about=described)
     tell_written(out)
 
 
-def _searched(
-    asked: dict[str, float | None], max_drop: float | None, scores: Path | None, timed: dict[str, Any]
-) -> dict[str, Any]:
+FOUND_BY = ("model", "device", "data", "data_root", "image_size")
+"""Options that say where the network and its data are found."""
+
+
+def _step(given: Mapping[str, Any], searched: Mapping[str, Any]) -> PruneStep:
+    """The step that the options ask for; a budget that is met by trying is none of the step's."""
+    chosen = {field.name: given[field.name] for field in dataclasses.fields(PruneStep)}
+    if searched:
+        chosen |= {"channels": 1.0, "repair": given["repair"] or ("refit" if "max_drop" in searched else None)}
+    return PruneStep(**chosen)
+
+
+def _searched(given: Mapping[str, Any]) -> dict[str, Any]:
     """What is met by trying, beside the budget of a step: a tolerated drop, or a budget of time and how to time."""
-    if max_drop is not None:
-        check_alone({"max_drop": max_drop, **asked})
-        if scores is not None:
-            raise HapError(
-                "--max-drop measures on images that no score has seen, and a file of scores does not say "
-                "which it has seen; leave out --scores"
-            )
-        return {"max_drop": max_drop}
+    asked = {name: given[name] for name in ("params", "flops", "channels", "latency", "activations")}
+    check_rounds(given["rounds"], given["latency"], None)
+    for name, needed in (("latency", given["latency"] is not None), ("rounds", given["rounds"] > 1)):
+        if needed and distributed.processes() > 1:
+            raise HapError(f"--{name} takes one process; start hap prune without torchrun")
+    if given["max_drop"] is not None:
+        check_alone({"max_drop": given["max_drop"], **asked})
+        for name in ("scores", "from_order"):
+            if given[name] is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise HapError(
+                    f"--max-drop measures on images that no score has seen, and {given[name]} does not say which it "
+                    f"has seen; leave out {option}"
+                )
+        return {"max_drop": given["max_drop"]}
     budget = hap.Budget(**asked)
     if budget.latency is None:
         return {}
-    if distributed.processes() > 1:
-        raise HapError("--latency is measured by one process; start hap prune without torchrun")
-    return {"budget": budget, **timed}
+    return {"budget": budget, **{name: given[name] for name in ("batch", "backend", "threads")}}
 
 
 def _check_dense(checkpoint: Path) -> None:
@@ -179,17 +269,15 @@ def _check_dense(checkpoint: Path) -> None:
         raise HapError(f"{checkpoint} is pruned already; prune the dense checkpoint again with a smaller budget")
 
 
-def _prune(
-    work: Work, scores: Path | None, checkpoint: Path, searched: Mapping[str, Any]
-) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
-    """Prune in place and show it. `searched`: what is met by trying, time or accuracy.
+def _prune(work: Work, order: Order | None, searched: Mapping[str, Any]) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
+    """Prune in place, and show it. `order`: what goes first, if that is known; `searched`: what is met by trying.
 
     Returns the plan, metrics after and before, and how time or accuracy was measured."""
     _warn(note_if_fewer_images(work.data, work.images))
     before = {key: value for key, value in metrics_of(work.model, work.data).items() if key != "loss"}
     with working("pruning") as tell:
         work = dataclasses.replace(work, say=tell)
-        known = work.score() if scores is None else _read_scores(scores, work, checkpoint)
+        known = work.score() if order is None else work.known(order)
         search = _prune_to_drop if "max_drop" in searched else _prune_to_time
         plan, timing = search(work, *known, **searched) if searched else (work.prune(*known), {})
     after = metrics_of(work.model, work.data)
@@ -213,36 +301,39 @@ def _prune_to_time(
 def _prune_to_drop(work: Work, groups: Groups, scores: Scores, max_drop: float) -> tuple[Plan, dict[str, Any]]:
     """Prune until at most so many points of accuracy are lost, in place. Returns the plan, and what was asked for."""
     work.say("pruning copies and seeing what they get right")
-    images, step = first_images(work.data, near=work.model), work.step
     held = work.held_out(EVALUATED)
 
     def right(model: nn.Module) -> Tensor:
         return torch.cat([100.0 * (model(x).argmax(1) == y) for x, y in held])
 
-    how = step.make_criterion(work.seed), step.make_implant(), step.limits(), step.per_cost
-    choice = Choice(work.model, groups, images, work.batches(), F.cross_entropy, *how)
-    allowed = Tolerance("max_drop", max_drop, right)
-    plan, network = plan_for_drop(choice, allowed, repair=step.repair_name, known=scores)
+    allowed, step = Tolerance("max_drop", max_drop, right), work.step
+    plan, network = plan_for_drop(work.choice(groups, scores), allowed, step.rounds, step.repair_name)
     work.apply(plan, network)
     return plan, {"max_drop": max_drop, "evaluated": sum(len(y) for _, y in held)}
 
 
-def _read_scores(path: Path, work: Work, checkpoint: Path) -> tuple[Groups, Scores]:
-    """Trace, and read the scores that `hap score` wrote for this checkpoint."""
+def _read_scores(path: Path, work: Work, checkpoint: Path) -> Order:
+    """What goes first by the scores that `hap score` wrote for this checkpoint."""
     if not path.is_file():
         raise HapError(f"there is no file {path}")
     found = read_json(path)
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise HapError(f"{path} holds no scores; make them with hap score --out {path}")
-    if found["checkpoint"] != short_digest(checkpoint):
+    if found.get("checkpoint") != short_digest(checkpoint):
         raise HapError(f"{path} holds the scores of another checkpoint than {checkpoint}; score this one")
-    if found["coupling"] != work.step.coupling:
-        raise HapError(f"{path} was scored with --coupling {found['coupling']}; give that, or score again")
-    if (scored := found.get("stream", False)) != work.stream:
-        raise HapError(f"{path} was scored {'with' if scored else 'without'} --stream; do the same, or score again")
-    if found["criterion"]["name"] != work.step.make_criterion().to_dict()["name"]:
-        raise HapError(f"{path} was scored by {found['criterion']['name']}; give that as --criterion, or score again")
-    return work.trace(), Scores({n: torch.tensor(v, dtype=torch.float64) for n, v in found["scores"].items()})
+    known = {"stream": False, **found, "ignore": [], "per_cost": work.step.per_cost}
+    try:
+        order = Order.from_dict({field.name: known.get(field.name) for field in dataclasses.fields(Order)})
+    except HapError as error:
+        raise HapError(f"{path}: ", error) from error
+    if order.coupling != work.step.coupling:
+        raise HapError(f"{path} was scored with --coupling {order.coupling}; give that, or score again")
+    if order.stream != work.stream:
+        seen = "with" if order.stream else "without"
+        raise HapError(f"{path} was scored {seen} --stream; do the same, or score again")
+    if order.criterion["name"] != work.step.make_criterion().to_dict()["name"]:
+        raise HapError(f"{path} was scored by {order.criterion['name']}; give that as --criterion, or score again")
+    return order
 
 
 def _warn(text: str | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hap.errors import HapError
 from hap.execution.fast_copy import deepcopied
+from hap.planning.order import Order
 from hap.planning.plan import Plan
 from hap.surgery.additions import has_additions
 from hap.surgery.cut import rebuild_
@@ -34,6 +35,8 @@ class Checkpoint:
     aliases: dict[str, str]
     shapes: dict[str, list[int]]
     extra: dict[str, Any]
+    order: Order | None = None
+    """What `hap.order` found for this model, where it was saved with it."""
 
     @property
     def plan(self) -> Plan | None:
@@ -49,6 +52,7 @@ def save(
     recipe: Any = None,
     metrics: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
+    order: Order | None = None,
 ) -> Path:
     """Write a model, and the plan that pruned it, to one file, which is complete or not there.
 
@@ -60,7 +64,8 @@ def save(
     Linear(in_features=2, out_features=3, bias=True)
 
     Arguments: the `model` as it is now and the `plan` that pruned it; all plans, in order, if it was pruned several
-    times; None if it was not. `recipe`, `metrics` and `about` are what JSON holds, for whoever reads the file.
+    times; None if it was not. `recipe`, `metrics` and `about` are what JSON holds, for whoever reads the file, and
+    `order` is what `hap.order` found for the model as it is now.
     Returns: the path.
     """
     path = Path(path)
@@ -78,11 +83,18 @@ def save(
         "aliases": aliases,
         "extra": extra,
     }
+    if order is not None:  # files without one are as older versions write them
+        if not isinstance(order, Order):
+            raise HapError(f"order is {type(order).__name__}; expected what hap.order returned")
+        header["order"] = order.to_dict()
     try:
         text = json.dumps(header)
     except TypeError as error:
         raise HapError(f"recipe, metrics and about must be JSON: {error}") from error
-    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
+    try:
+        write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"hap": text}))
+    except SafetensorError as error:
+        raise HapError(f"cannot write {path}: {error}; its header has {len(text):,} characters") from error
     return path
 
 
@@ -147,10 +159,11 @@ def read(path: str | Path) -> Checkpoint:
         )
     try:
         plans = tuple(Plan.from_dict(p) for p in header["plans"])
+        order = Order.from_dict(header["order"]) if "order" in header else None
     except HapError as error:
         raise HapError(f"{path}: {error}") from error
     told = {name: header[name] for name in ("format", "recipe", "metrics", "about", "aliases")}
-    return Checkpoint(plans=plans, shapes=shapes, extra=header.get("extra") or {}, **told)
+    return Checkpoint(plans=plans, shapes=shapes, extra=header.get("extra") or {}, order=order, **told)
 
 
 EXTRA = "_extra_state"
@@ -161,7 +174,7 @@ KINDS = {"plans": list, "recipe": dict | None, "metrics": dict, "about": dict, "
 def _header(path: str | Path, text: str | None) -> dict[str, Any]:
     try:
         header = json.loads(text or "null")
-    except json.JSONDecodeError:
+    except ValueError:
         header = None
     if not isinstance(header, dict) or "format" not in header:
         raise HapError(f"{path} is a safetensors file, but not one that hap.save wrote")

@@ -18,7 +18,7 @@ from hap.planning.choose_units import least_flops
 from hap.planning.plan import Plan, Tried
 from hap.pruning.prune_in_rounds import Choice, plan_in_rounds
 from hap.pruning.repair import repaired_copy
-from hap.scoring.base import Loss, Scores, samples
+from hap.scoring.base import Loss, samples
 from hap.scoring.sample_axis import samples_of
 from hap.utils import distributed
 
@@ -114,13 +114,13 @@ def reach(choice: Choice, goal: Budget | Tolerance, rounds: int, repair: str | N
 
 
 def plan_for_drop(
-    choice: Choice, allowed: Tolerance, rounds: int = 1, repair: str | None = "refit", known: Scores | None = None
+    choice: Choice, allowed: Tolerance, rounds: int = 1, repair: str | None = "refit"
 ) -> tuple[Plan, nn.Module]:
     """The plan that leaves the fewest FLOPs within the tolerance, and the pruned and repaired network.
 
     Bisection over budgets of FLOPs. Each network is pruned and repaired on a copy, and counts as within the tolerance
     if its mean drop is so with 95% confidence, all trials together: paired over samples, where `evaluate` returns one
-    value for each. The plan's `curve` has all that was tried. `known` are scores of the dense model.
+    value for each. The plan's `curve` has all that was tried.
     """
     if distributed.processes() > 1:
         raise HapError(Argument(allowed.name, allowed.most), " is met by one process; start without torchrun")
@@ -128,12 +128,12 @@ def plan_for_drop(
         why = f" is met by refits, which hold samples out; expected repair 'refit' or 'none', not {repair!r}"
         raise HapError(Argument(allowed.name, allowed.most), why)
     dense = allowed.values(choice.model)
-    scores = choice.scores(choice.model) if known is None else known
+    choice = replace(choice, known=(scores := choice.dense_scores()))
     low = least_flops(choice.groups, scores, choice.implant, choice.limits, choice.per_cost)
     high, tried, best = 1.0, list[tuple[Plan, Tried]](), None
     for _ in range(TRIALS):
         share = (low + high) / 2
-        plan, start = plan_in_rounds(choice, Budget(flops=share), rounds, repair, scores)
+        plan, start = plan_in_rounds(choice, Budget(flops=share), rounds, repair)
         about = next((about for other, about in tried if other == plan), None)
         if about is None:
             network = repaired_copy(choice.model, plan, choice.batches, repair, start)

@@ -18,6 +18,7 @@ from hap.groups.types import Frozen
 from hap.groups.unprunable_summary import layer_of, nothing_in_words, share_unprunable
 from hap.implants import Implant, as_implant
 from hap.planning.budget import DEFAULT_LIMITS, Limits
+from hap.planning.order import Order
 from hap.planning.plan import Plan
 from hap.pruning.apply import apply_
 from hap.pruning.narrowable_heads import narrowable
@@ -59,8 +60,9 @@ def prune_(
     backend: str = "eager",
     threads: int | None = None,
     implant: Implant | float | None = None,
-    coupling: str = "joint",
-    criterion: Criterion | str = "hessian",
+    coupling: str | None = None,
+    criterion: Criterion | str | None = None,
+    order: Order | None = None,
     limits: Limits = DEFAULT_LIMITS,
     ignore: Sequence[str] = (),
     stream: bool = False,
@@ -78,14 +80,14 @@ def prune_(
     >>> prune_(net, net[0].weight[:2].detach(), criterion="magnitude", flops=0.5).after.macs / 192
     0.5
 
-    Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`. Budgets, from `params` to `latency`, are
-    the fraction LEFT; `latency` is met by timing copies. In place of one, `max_drop` finds the smallest network that is
-    at most so much worse by `evaluate(model)` (higher is better; a value for each sample held out, or one for all), and
-    `max_rise` by the loss of every fourth sample of `batches`; `plan.curve` has what was tried. `implant` may be the
-    share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the inputs of `batches`:
-    "refit" solves every layer anew, "distil" then trains for `minutes` with `augment`, "norms" estimates batch
-    normalisations again, "compensate" adjusts what reads removed units. In several `rounds` a part goes each time, the
-    rest is repaired, and scores are taken anew. A model that cannot be captured as a whole is pruned by its parts.
+    Arguments: those of `hap.trace`, `hap.score`, `hap.plan` and `hap.apply_`; without an `order` `criterion` is
+    "hessian" and `coupling` "joint". Budgets, from `params` to `latency`, are the fraction LEFT; `latency` is met by
+    timing copies. In place of one, `max_drop` finds the smallest network at most so much worse by `evaluate(model)`
+    (higher is better; one value, or one per sample), and `max_rise` by the loss of every fourth sample of `batches`.
+    `implant` may be the share of the removed units to replace by 1x1 convolutions. `repair` mends what is left on the
+    inputs of `batches`: "refit" solves all layers anew, "distil" then trains for `minutes` with `augment`, "norms"
+    estimates batch normalisations anew, "compensate" adjusts what reads removed units. In each of `rounds` a part goes,
+    the rest is repaired and scored anew. What cannot be captured whole is pruned in parts.
     Returns: the plan. `print(plan)` says what could not be touched, as does a warning where that is over a third.
     """
     check_given(model, example)
@@ -93,18 +95,35 @@ def prune_(
     asked = {"params": params, "flops": flops, "channels": channels, "latency": latency, "activations": activations}
     goal = goal_of(asked, max_drop, max_rise, evaluate, batches, loss)
     repair = checked_repair(repair, compensate, minutes, batches, augment, isinstance(goal, Tolerance))
-    check_rounds(rounds, latency, kind := as_implant(implant))
+    check_rounds(rounds, latency, kind := as_implant(implant), order)
+    criterion, per_cost, *how = _what_goes_first(order, criterion, per_cost, coupling, ignore, stream)
     with outside_inference(model):
-        groups, view = _traced(model, example, kind, coupling, ignore, stream)
-        given = model, groups, example, batches, loss, criterion, kind, limits, per_cost, backend, threads
+        groups, view = traced(model, example, kind, *how)
+        known = None if order is None else order.scores_for(groups)
+        given = model, groups, example, batches, loss, criterion, kind, limits, per_cost, backend, threads, known
         chosen, repaired = reach(Choice(*given), goal, rounds, repair)
-        if view is not None and verify:
-            check_parts(model, view, chosen, example)
-        apply_with_repair_(model, chosen, example, verify and view is None, batches, repair, minutes, augment, repaired)
-    return _warned_of_much(groups, view, chosen)
+        return _carried_out(model, groups, view, chosen, example, verify, batches, repair, minutes, augment, repaired)
 
 
-def _traced(
+def _what_goes_first(
+    order: Order | None,
+    criterion: Criterion | str | None,
+    per_cost: bool,
+    coupling: str | None,
+    ignore: Sequence[str],
+    stream: bool,
+) -> tuple[Any, ...]:
+    """Criterion, per_cost, coupling, ignore and stream: those given, or those of an order, beside which none may be."""
+    if order is None:
+        criterion = "hessian" if criterion is None else criterion
+        return criterion, per_cost, "joint" if coupling is None else coupling, ignore, stream
+    if not isinstance(order, Order):
+        raise HapError(f"order is {type(order).__name__}; expected what hap.order or hap.Order.from_json returned")
+    order.check_alone(criterion=criterion, coupling=coupling, ignore=ignore, stream=stream, per_cost=per_cost)
+    return order.criterion["name"], order.per_cost, order.coupling, order.ignore, order.stream
+
+
+def traced(
     model: nn.Module, example: Any, implant: Implant | None, coupling: str, ignore: Sequence[str], stream: bool
 ) -> tuple[Groups, Parts | None]:
     """What `trace_whole_or_parts` finds, with what an implant needs to know of attention heads."""
@@ -114,8 +133,13 @@ def _traced(
     return groups, view
 
 
-def _warned_of_much(groups: Groups, view: Parts | None, chosen: Plan) -> Plan:
-    """The plan, after a warning if much could not be touched."""
+def _carried_out(
+    model: nn.Module, groups: Groups, view: Parts | None, chosen: Plan, example: Any, verify: bool, *repair: Any
+) -> Plan:
+    """The plan, carried out, and a warning if much could not be touched. Parts are checked on a copy before."""
+    if view is not None and verify:
+        check_parts(model, view, chosen, example)
+    apply_with_repair_(model, chosen, example, verify and view is None, *repair)
     if share_unprunable(groups) > MUCH:
         more = "" if view is not None else "; print(hap.trace(model, example)) has all reasons"
         warnings.warn(chosen.untouched + more, stacklevel=3)

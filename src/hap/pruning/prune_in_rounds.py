@@ -11,6 +11,7 @@ from hap.groups.groups import Groups
 from hap.implants import Implant
 from hap.planning.budget import Budget, Limits
 from hap.planning.choose_units import plan
+from hap.planning.order import Order
 from hap.planning.plan import Plan
 from hap.pruning.plan_for_latency import plan_for_latency
 from hap.pruning.repair import repaired_copy
@@ -34,6 +35,11 @@ class Choice:
     per_cost: bool
     backend: str = "eager"
     threads: int | None = None
+    known: Scores | None = None
+    """Scores of the model that are there already."""
+
+    def dense_scores(self) -> Scores:
+        return self.scores(self.model) if self.known is None else self.known
 
     def scores(self, model: nn.Module) -> Scores:
         return score(model, self.groups, self.batches, self.loss, self.criterion)
@@ -46,17 +52,15 @@ class Choice:
         return plan_for_latency(*given, **how).plan
 
 
-def plan_in_rounds(
-    choice: Choice, budget: Budget, rounds: int, repair: str | None, known: Scores | None = None
-) -> tuple[Plan, nn.Module | None]:
+def plan_in_rounds(choice: Choice, budget: Budget, rounds: int, repair: str | None) -> tuple[Plan, nn.Module | None]:
     """The plan of the last round, on the dense model, and a model of the dense shape with the values to start from.
 
     After each round but the last, the pruned and repaired network is written back into the dense shape, with zeros for
     what is gone, and scored again. Its budgets fall by the same factor each; the last one is `budget` itself. Implants
-    are placed in the last round. `known` are scores of the dense model that are there already.
+    are placed in the last round.
     """
     start: nn.Module | None = None
-    scores = choice.scores(choice.model) if known is None else known
+    scores = choice.dense_scores()
     for number in range(1, rounds):
         made = choice.plan(scores, _share(budget, number / rounds), None)
         start = masked_copy(choice.model, repaired_copy(choice.model, made, choice.batches, repair, start), made)
@@ -64,12 +68,15 @@ def plan_in_rounds(
     return choice.plan(scores, budget, choice.implant), start
 
 
-def check_rounds(rounds: int, latency: float | None, implant: Implant | None) -> None:
+def check_rounds(rounds: int, latency: float | None, implant: Implant | None, order: Order | None = None) -> None:
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise HapError(Argument("rounds", rounds), "; expected a whole number of at least 1")
     if rounds > 1 and latency is not None:
         why = " takes one round, since it is met by timing copies; ask for "
         raise HapError(Argument("latency", latency), why, Argument("flops"), " instead, or leave out rounds")
+    if rounds > 1 and order is not None:
+        why = " takes scores anew after each, and an order has those of the dense model alone; leave out one of them"
+        raise HapError(Argument("rounds", rounds), why)
     if rounds > 1 and implant is not None and implant.needs_head_spaces:
         raise HapError(
             f"{type(implant).__name__} turns heads of the dense model, which takes one round; leave out rounds"

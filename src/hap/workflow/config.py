@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hap.errors import Argument, HapError
 from hap.implants import KINDS, Implant, implant_from_dict
 from hap.planning.budget import Budget, Limits
+from hap.pruning.prune_in_rounds import check_rounds
 from hap.pruning.repair import check_repair, repair_asked
 from hap.scoring import Criterion, HessianTrace, as_criterion
 from hap.training import recipes
@@ -48,6 +49,7 @@ class PruneStep:
     activations: float | None = None
     repair: str | None = None
     minutes: float | None = None
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leave", tuple(self.leave))
@@ -55,7 +57,8 @@ class PruneStep:
             seen = Argument("coupling", self.coupling, text="coupling")
             raise HapError(seen, f" is {self.coupling!r}; expected 'joint' or 'union'")
         check_repair(self.repair_name, ())
-        self.budget(), self.limits(), self.make_implant(), self.make_criterion()
+        self.budget(), self.limits(), self.make_criterion()
+        check_rounds(self.rounds, None, self.make_implant())
 
     @property
     def repair_name(self) -> str | None:

@@ -185,8 +185,13 @@ class _Runner:
             config["dense"]["digest"] = short_digest(e.dense.checkpoint)
         if step is not None:
             # what a step leaves open says nothing, so that results from before a setting came remain valid
-            newer = ("activations", "repair", "minutes")  # fields that steps of older results do not have
-            asked = {key: value for key, value in dataclasses.asdict(step).items() if key not in newer or value}
+            newer = {
+                "activations": None,
+                "repair": None,
+                "minutes": None,
+                "rounds": 1,
+            }  # older results do not have these
+            asked = {key: value for key, value in dataclasses.asdict(step).items() if newer.get(key, ...) != value}
             config |= {"prune": asked, "calibration": e.calibration}
         if seed is not None:
             config |= {"finetune": dataclasses.asdict(e.finetune), "seed": seed}

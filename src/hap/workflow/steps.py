@@ -12,7 +12,10 @@ import hap
 from hap.data import Batch, Data
 from hap.errors import HapError
 from hap.groups.groups import Groups
+from hap.planning.order import Order
 from hap.planning.plan import Plan
+from hap.pruning.plan_for_drop import reach
+from hap.pruning.prune_in_rounds import Choice
 from hap.pruning.repair import apply_with_repair_
 from hap.scoring import HessianTrace, Scores, ScoringContext
 from hap.training.evaluation import device_of
@@ -39,7 +42,8 @@ def note_if_fewer_images(data: Data, count: int) -> str | None:
 class Work:
     """A network to score and prune by a step: so many `images` of its data score it, which `seed` draws.
 
-    With `stream` the residual stream of a transformer is traced too. `say` is told what is being done.
+    With `stream` the residual stream of a transformer is traced too, and groups that match `ignore` are left alone.
+    `say` is told what is being done.
     """
 
     model: nn.Module
@@ -49,6 +53,7 @@ class Work:
     seed: int
     say: Say = lambda _: None
     stream: bool = False
+    ignore: tuple[str, ...] = ()
 
     def batches(self) -> list[Batch]:
         return calibration(self.data, self.model, self.images, self.seed)
@@ -65,18 +70,41 @@ class Work:
         return list(zip(x.split(100), y.split(100), strict=True))
 
     def trace(self) -> Groups:
-        return hap.trace(self.model, first_images(self.data, near=self.model), self.step.coupling, stream=self.stream)
+        self.say("tracing which channels belong together")
+        images = first_images(self.data, near=self.model)
+        return hap.trace(self.model, images, self.step.coupling, self.ignore, stream=self.stream)
 
     def score(self) -> tuple[Groups, Scores]:
         """Trace the model and score its units."""
         batches, criterion = self.batches(), self.step.make_criterion(self.seed)
-        self.say("tracing which channels belong together")
         groups = self.trace()
         self.say(f"scoring {groups.units} units by {self.step.criterion} on {sum(len(y) for _, y in batches)} images")
         return groups, hap.score(self.model, groups, distributed.shard(batches), F.cross_entropy, criterion)
 
+    def order(self, scores: Scores) -> Order:
+        """What goes first by these scores, which `score` returned."""
+        choices = {"per_cost": self.step.per_cost, "coupling": self.step.coupling, "stream": self.stream}
+        return Order.of(scores, self.step.make_criterion(self.seed), **choices)
+
+    def known(self, order: Order) -> tuple[Groups, Scores]:
+        """Trace the model, and take its scores from an order of it."""
+        groups = self.trace()
+        return groups, order.scores_for(groups)
+
+    def choice(self, groups: Groups, scores: Scores) -> Choice:
+        """How the units that go are chosen, where scores may be taken anew."""
+        images, step = first_images(self.data, near=self.model), self.step
+        how = step.make_criterion(self.seed), step.make_implant(), step.limits(), step.per_cost
+        return Choice(self.model, groups, images, self.batches(), F.cross_entropy, *how, known=scores)
+
     def prune(self, groups: Groups, scores: Scores) -> Plan:
         """Plan and apply, in place."""
+        if self.step.rounds > 1:
+            self.say(f"pruning a copy in {self.step.rounds} rounds, each scored anew")
+            given = self.step.budget(), self.step.rounds, self.step.repair_name
+            plan, network = reach(self.choice(groups, scores), *given)
+            self.apply(plan, network)
+            return plan
         self.say("planning")
         how = self.step.budget(), self.step.make_implant(), self.step.limits()
         text = distributed.from_first(lambda: hap.plan(groups, scores, *how, per_cost=self.step.per_cost).to_json())

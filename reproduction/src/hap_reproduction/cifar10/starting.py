@@ -99,8 +99,8 @@ def borrowed(model: nn.Module, data: Data, path: Path, flops: float) -> Plan:
 
 
 def describe(step: Step | None) -> dict[str, Any] | None:
-    """The step as a result file keeps it."""
-    return None if step is None else asdict(step)
+    """The step as a result file keeps it. Older files do not name the one round that they took."""
+    return None if step is None else {n: value for n, value in asdict(step).items() if (n, value) != ("rounds", 1)}
 
 
 def open_started(path: Path, model: str, classes: int) -> nn.Module:
