@@ -580,3 +580,20 @@ def test_export_warns_of_a_model_that_goes_another_way_when_captured(dynamic_bat
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*compute the same.*")
         hap.export(tmp_path / "model.pt2", nn.Linear(4, 3), torch.randn(1, 4), dynamic_batch=dynamic_batch)
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "unread", "tied"])
+def test_a_model_is_captured_again_only_where_that_changes_the_file(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.BatchNorm1d(4) if kind == "norm" else nn.ReLU(), last).eval()
+    if kind == "unread":
+        model[1].unread = nn.Parameter(torch.ones(3))
+    if kind == "tied":
+        last.weight = first.weight
+    seen, torch_export = [], torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: seen.append(1) or torch_export(*args, **kwargs))
+    x = torch.randn(3, 4)
+    program = export.capture(model, x)
+    assert len(seen) == (1 if kind == "plain" else 2)
+    assert torch.allclose(program.module()(x), model(x), atol=1e-6)
+    assert {tuple(t.shape) for t in program.state_dict.values()} == {(4, 4), (4,)}

@@ -20,7 +20,7 @@ from hap.errors import Argument, ForPython, HapError, optional_package
 from hap.execution.calling import call_arguments, eval_mode, seeded
 from hap.execution.model_outputs import difference, output_tensors, returning_plain_outputs
 from hap.graph.capture import start_autograd
-from hap.io.fold_batchnorm import fold_batchnorms
+from hap.io.fold_batchnorm import fold_batchnorms, has_nothing_to_fold
 from hap.utils.atomic_files import write_atomic
 from hap.utils.plain_mapping import as_dict
 
@@ -89,6 +89,8 @@ def capture(model: nn.Module, example: Any, axes: Sequence[int] = ()) -> Exporte
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise HapError(*_refusal(model, error, axes)) from error
+        if has_nothing_to_fold(program):
+            return program
         folded = fold_batchnorms(program.module(check_guards=bool(axes)))  # the guards are captured once more
         return torch.export.export(folded, args, kwargs, dynamic_shapes=shapes, strict=False)
 

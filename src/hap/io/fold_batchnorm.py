@@ -4,12 +4,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 aten = torch.ops.aten
 _CONVOLUTIONS = [
     getattr(conv, name) for conv in (aten.conv1d, aten.conv2d, aten.conv3d) for name in ("default", "padding")
 ]
 _TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+
+
+def has_nothing_to_fold(program: ExportedProgram) -> bool:
+    """Whether a program has no BatchNorm, and of its tensors only those that it reads, each once."""
+    norms = program.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
+    unread = [node for node in program.graph.find_nodes(op="placeholder") if not node.users]
+    places = [tensor.data_ptr() for tensor in program.state_dict.values()]
+    return not norms and not unread and len(places) == len(set(places))
 
 
 def fold_batchnorms(module: fx.GraphModule) -> fx.GraphModule:
