@@ -43,6 +43,7 @@ class Setting:
     rectified: int = 2
     rounds: int = 1
     minutes: float = 0.0
+    hints: bool = True
 
     @property
     def slug(self) -> str:
@@ -50,6 +51,7 @@ class Setting:
         more = "" if self.rectified == 2 else f"-rectified-{self.rectified}"
         more += "" if self.rounds == 1 else f"-{self.rounds}-rounds"
         more += f"-{self.minutes:g}-minutes" if self.minutes else ""
+        more += "" if self.hints else "-without-hints"
         return f"{self.criterion}{cost}-{self.coupling}-{self.repair}{more}-{self.images}-{100 * self.flops:.1f}"
 
 
@@ -148,7 +150,8 @@ def _repair_(
         report = hap.refit_(model, dense, batches, plan, rectified=setting.rectified, progress=False)
         found: dict[str, Any] = {"output_error": {"before": report.before, "after": report.after}}
         if setting.repair == "distil":
-            more = hap.distil_(model, dense, batches, setting.minutes, augment=data.augment, progress=False)
+            how: dict[str, Any] = {"augment": data.augment, "hints": setting.hints, "progress": False}
+            more = hap.distil_(model, dense, batches, setting.minutes, **how)
             found["distilled"] = asdict(more)
         return found
     if setting.repair == "norms":
@@ -166,11 +169,15 @@ def settings(choose: bool) -> Iterator[Setting]:
         criteria = ("reconstruction", "magnitude", "gate-curvature", "hessian", "bn-scale", "taylor", "random")
         for per_cost, flops, criterion in itertools.product((True, False), BUDGETS, criteria):
             yield Setting(flops, criterion, per_cost, images=1024)
+        for hints, flops in itertools.product((True, False), BUDGETS):
+            yield Setting(flops, repair="distil", minutes=5, hints=hints)
         return
     for flops in BUDGETS:
         yield Setting(flops)
     for flops in BUDGETS:
         yield Setting(flops, repair="distil", minutes=5)
+    for flops in BUDGETS:
+        yield Setting(flops, repair="distil", minutes=5, hints=False)
     for repair, flops in itertools.product(("none", "norms", "compensate"), BUDGETS):
         yield Setting(flops, repair=repair)
     for flops in BUDGETS:
