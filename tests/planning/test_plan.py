@@ -347,3 +347,14 @@ def test_text_that_is_no_plan_and_steps_on_modules_that_are_not_there_are_refuse
     values["widenings"] = [{"module": "7", "index": [0, 1], "width": 3, "dim": 1, "inside": None}]
     with pytest.raises(hap.HapError, match="it has no module '7'"):
         hap.Plan.from_dict(values).check_fits(model)
+
+
+def test_where_units_are_read_in_whole_blocks_implanted_ones_come_last() -> None:
+    """The implant's outputs are then put behind the convolution's, and nothing has to be sorted while it runs."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 2)).eval()
+    groups = hap.trace(model, torch.randn(1, 3, 4, 4))
+    plan = hap.draft(groups, {"0": [1]}, {"0": [2]}, hap.Pointwise(ratio=0.5))
+    kept = {cut.name: cut.keep for cut in plan.cuts}
+    assert kept["0.weight"] == (0, 3, 4, 5)
+    assert kept["3.weight"] == tuple(4 * unit + place for unit in (0, 3, 4, 5, 2) for place in range(4))
+    assert plan.grafts[0].rows == (2,) and plan.grafts[0].order is None
