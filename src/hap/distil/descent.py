@@ -86,14 +86,13 @@ class Descent:
         self.model, self.dense = models
         self.samples, self.objective, self.augment, self.clock, self.tell = samples, objective, augment, clock, tell
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.wanted = Wanted(lambda x: self._compute(self.dense, x), samples)
+        self.wanted = Wanted(lambda x: self._compute_all(self.dense, x), samples)
         self.batches = samples.fitted_batches()
         self.hints = self._find_hints() if hints else None
-        self.lessons = Wanted(lambda x: self._compute_all(self.dense, x), samples)
         self.history: list[tuple[float, float]] = []
         self.tried: dict[float, float] = {}
         self.finite = True
-        self.best, self.best_state = self.look(), self.state()
+        self.best, self.best_state = self.look()[0], self.state()
         self.history.append((clock.share, self.best))
         if not math.isfinite(self.best):
             raise HapError(
@@ -123,10 +122,12 @@ class Descent:
 
         The model goes on from where the best one ended.
         """
-        start, values = self.best_state, dict[int, float]()
+        start = end = self.best_state
+        values: dict[int, float] = {}
         while (number := next_number(values)) is not None:
             self.restore_(start)
             values[number] = self._try(FIRST_RATE * FACTOR**number, self.clock.share + SEARCH / TRIED)
+            end = self.state() if values[number] <= min(values.values()) else end
         self.tried = {FIRST_RATE * FACTOR**number: value for number, value in values.items()}
         least = min(self.tried.values())
         if least == math.inf:
@@ -135,7 +136,7 @@ class Descent:
                 f"{', '.join(f'{rate:.2g}' for rate in self.tried)}; all weights are as before. Look for values "
                 "that are not finite in inputs and in what augment makes of them"
             )
-        self.restore_(self.best_state)
+        self.restore_(end)
         return max(rate for rate, value in self.tried.items() if value <= NEARLY * least)
 
     def _try(self, rate: float, end: float) -> float:
@@ -146,15 +147,14 @@ class Descent:
     def descend(self, rate: float) -> None:
         """Go on with this rate until the budget is used, or nothing improves any more."""
         begun = looked = improved = self.clock.share
-        gap = (1 - begun) / LOOKS
+        gap, least = (1 - begun) / LOOKS, math.inf
         for share in self._steps(rate, 1.0):
             if share - looked < gap:
                 continue
-            best = self.best
-            self._note()
+            loss = self._note()
             looked = self.clock.share
             gap = max(gap, (looked - share) / LOOKING)
-            improved = looked if self.best < best else improved
+            improved, least = (looked, loss) if loss < least else (improved, least)
             if looked - improved > PATIENCE:
                 return
         if not self.finite:
@@ -185,7 +185,7 @@ class Descent:
         batch = next(self.batches)
         with torch.no_grad():
             x = batch.input if self.augment is None else self.augment(batch.input)
-            wanted = self.lessons.of(batch) if self.augment is None else self._compute_all(self.dense, x)
+            wanted = self.wanted.of(batch) if self.augment is None else self._compute_all(self.dense, x)
         with torch.enable_grad():
             loss = self._loss(self._compute_all(self.model, x), wanted)
         self.clock.steps += 1
@@ -210,11 +210,14 @@ class Descent:
             return self._compute(model, x)
         return self.hints.after(model, lambda model: self._compute(model, x))
 
-    def _loss(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    def _outputs_error(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
         if self.hints is None:
             return self.objective(found, wanted)
-        outputs = self.objective(self.hints.outputs(found), self.hints.outputs(wanted))
-        return outputs + self.hints.error(found, wanted)
+        return self.objective(self.hints.outputs(found), self.hints.outputs(wanted))
+
+    def _loss(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+        outputs = self._outputs_error(found, wanted)
+        return outputs if self.hints is None else outputs + self.hints.error(found, wanted)
 
     def _find_hints(self) -> Hints:
         x = next(self.samples.held_batches()).input
@@ -223,21 +226,24 @@ class Descent:
     # ---- what is held out ---------------------------------------------------------------------------------------
 
     def _note(self) -> float:
-        """Look at what is held out, and keep the weights if they are the best so far."""
-        value = self.look()
+        """Look at what is held out, keep the weights if their outputs are the best so far, and return the loss."""
+        value, loss = self.look()
         self.history.append((self.clock.share, value))
         if value < self.best:
             self.best, self.best_state = value, self.state()
-        return value if math.isfinite(value) else math.inf
+        return loss if math.isfinite(loss) else math.inf
 
     @torch.no_grad()
-    def look(self) -> float:
-        """The objective on the samples held out."""
-        total, count = 0.0, 0
+    def look(self) -> tuple[float, float]:
+        """The objective on the samples held out, and the loss, which counts the hints as well."""
+        total, count = torch.zeros(2, dtype=torch.float64), 0
         for batch in self.samples.held_batches():
-            value = self.objective(self._compute(self.model, batch.input), self.wanted.of(batch))
-            total, count = total + len(batch.index) * float(value), count + len(batch.index)
-        return total / count
+            found, wanted = self._compute_all(self.model, batch.input), self.wanted.of(batch)
+            objective, loss = self._outputs_error(found, wanted), self._loss(found, wanted)
+            total += len(batch.index) * torch.tensor([float(objective), float(loss)])
+            count += len(batch.index)
+        value, loss = (total / count).tolist()
+        return value, loss
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -21,14 +21,14 @@ from hap.utils import distributed
 from hap.utils.module_tree import named_tensors
 
 MINUTES = 5.0
-BATCH = 128
+BATCH = 64
 
 
 @dataclass(frozen=True)
 class Distillation:
     """What `distil_` did. `before` and `after` are the objective on the samples held out.
 
-    `tried` holds what each learning rate came to in a short run, and `history` the share of the budget at each look and
+    `tried` holds the loss that each learning rate came to in a short run, hints included, and `history` the share of the budget at each look and
     the objective then. `undone`: nothing was better than the start, so that all weights are as before.
     """
 
