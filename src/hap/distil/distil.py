@@ -28,8 +28,9 @@ BATCH = 64
 class Distillation:
     """What `distil_` did. `before` and `after` are the objective on the samples held out.
 
-    `tried` holds the loss that each learning rate came to in a short run, hints included, and `history` the share of the budget at each look and
-    the objective then. `undone`: nothing was better than the start, so that all weights are as before.
+    `tried` holds the loss, hints included, that each learning rate came to in a short run, and `history` the share of
+    the budget at each look and the objective then. `undone`: nothing was better than the start, so that all weights are
+    as before.
     """
 
     rate: float
