@@ -1,11 +1,13 @@
 """What is measured of pruned networks before any training: records hold all that tables are made of."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 import hap
-from hap_reproduction.post_training import cifar10
+from hap_reproduction.post_training import cifar10, page
 from hap_reproduction.post_training.cifar10 import Reference, Setting, answered, fidelity, measure, settings
 
 
@@ -40,3 +42,16 @@ def test_each_setting_has_a_name_of_its_own(choose: bool) -> None:
     names = [setting.slug for setting in settings(choose)]
     assert len(names) == len(set(names)) > 20
     assert cifar10.BUDGETS == (0.5, 0.387, 0.29)
+
+
+def test_the_page_is_that_of_the_records() -> None:
+    root = Path(__file__).parents[2]
+    assert (root / "docs" / "without-training.md").read_text(encoding="utf-8") == page.page(root)
+
+
+def test_cells_are_means_over_networks() -> None:
+    made = Setting(0.5, images=64)
+    records = [{"network": n, "drop": d, "setting": asdict(made)} for n, d in (("b", 0.02), ("a", 0.01))]
+    lines = page.drops(records).splitlines()
+    assert lines[0] == "|  | 50% of the FLOPs |"
+    assert lines[2] == "| reconstruction per cost, union coupling, refit, 64 images | 1.50 (1.00, 2.00) |"
