@@ -128,10 +128,11 @@ def _about_resnet50(records: Sequence[Record]) -> str:
 
 
 def _about_choosing(records: Sequence[Record]) -> str:
+    names, least = ", ".join(sorted({r["network"] for r in records})), 100 * min(r["dense"] for r in records)
     return (
         f"{records[0]['examples']:,} training images were held out of everything else. Networks know these: of them "
-        f"{', '.join(sorted({r['network'] for r in records}))} has at least {100 * min(r['dense'] for r in records):.2f}% "
-        "right. So *mixed* counts equal answers to mixtures of two such images, of which no network is certain."
+        f"{names} has at least {least:.2f}% right. So *mixed* counts equal answers to mixtures of two such images, of "
+        "which no network is certain."
     )
 
 
