@@ -81,8 +81,8 @@ def _one_trace() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _shallow_network() -> Iterator[None]:
-    """The network for digits with all that it has, two blocks on a stream among it, in fewer blocks."""
-    network = partial(CifarResNet, (1, 1, 2), (16, 24, 40), channels=1)
+    """The network for digits with all that it has, in one block for each stage."""
+    network = partial(CifarResNet, (1, 1, 1), (16, 24, 40), channels=1)
     entry = ModelInfo("digits_resnet", network, input_shape=(1, 8, 8))
     with mock.patch.dict(hap.models._ZOO, {"digits_resnet": entry}):
         yield
@@ -153,17 +153,17 @@ def test_train_says_in_the_checkpoint_what_later_commands_need(dense: Path) -> N
     found = hap.read(dense)
     assert found.about == {"model": "digits_resnet", "classes": 10, "data": "digits", "input": [1, 8, 8]}
     assert found.recipe["epochs"] == 1
-    assert found.metrics["params"] == 67_626
+    assert found.metrics["params"] == 38_666
     assert [p.name for p in dense.parent.iterdir()] == ["dense.safetensors"]  # no training state is left
 
 
 def test_score_prints_a_row_per_layer_and_writes_what_prune_reads(dense: Path, tmp_path: Path) -> None:
     scores, out = tmp_path / "scores.json", tmp_path / "pruned.safetensors"
     shown = ok("score", dense, "--data", "digits", "--criterion", "hessian", "--calibration", 64, "--out", scores)
-    assert "layer3.1.conv1" in shown
+    assert "layer3.0.conv1" in shown
     assert "median" in shown
     values = json.loads(scores.read_text())["scores"]
-    assert len(values["layer3.1.conv1"]) == 40
+    assert len(values["layer3.0.conv1"]) == 40
     ok("prune", dense, "--params", 0.3, "--scores", scores, "--calibration", 64, "--out", out)
     ok("prune", dense, "--params", 0.3, "--calibration", 64, "--out", tmp_path / "direct.safetensors")
     assert hap.read(out).plan == hap.read(tmp_path / "direct.safetensors").plan
@@ -212,7 +212,7 @@ def test_prune_meets_the_budget_and_shows_plan_cost_and_accuracy(dense: Path, tm
         out,
     )
     assert "implanted" in shown
-    assert "67,626" in shown
+    assert "38,666" in shown
     assert "accuracy" in shown
     plan = hap.read(out).plan
     assert plan.after.params <= 0.3 * plan.before.params
@@ -283,10 +283,10 @@ def test_a_tolerated_drop_in_place_of_a_budget(dense: Path, tmp_path: Path) -> N
 def test_one_order_cuts_every_size(dense: Path, tmp_path: Path) -> None:
     ordered, out, anew = (tmp_path / f"{name}.safetensors" for name in ("ordered", "small", "anew"))
     choices = "--criterion", "magnitude", "--per-cost", "--coupling", "union"
-    assert "layer3.1.conv1" in ok("order", dense, *choices, "--out", ordered)
+    assert "layer3.0.conv1" in ok("order", dense, *choices, "--out", ordered)
     found, before = hap.read(ordered), hap.read(dense)
     assert (found.metrics, found.recipe, found.about) == (before.metrics, before.recipe, before.about)
-    assert str(found.order) == "320 units in 11 groups by magnitude, union coupling, per cost"
+    assert str(found.order) == "240 units in 9 groups by magnitude, union coupling, per cost"
     assert str(found.order) in ok("info", ordered)
     size = "--flops", 0.37, "--round-to", 2, "--repair", "norms", "--calibration", 64
     ok("prune", "--from-order", ordered, *size, "--out", out)
@@ -395,7 +395,7 @@ def test_finetune_eval_info_and_export_need_no_model(dense: Path, pruned: Path, 
     assert f"{100 * saved.metrics['accuracy']:.2f}%" in ok("eval", final, "--data", "digits")
     shown = ok("info", final)
     assert "digits_resnet" in shown
-    assert "layer3.1.conv1" in shown
+    assert "layer3.0.conv1" in shown
     ok("export", final, tmp_path / "net.pt2", "--batch", 2)
     program = torch.export.load(tmp_path / "net.pt2").module()
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
