@@ -36,7 +36,7 @@ def test_resnet_end_to_end(tmp_path: Path) -> None:
 
     In union coupling; the flow of test_cli.py does the same in joint coupling."""
     torch.manual_seed(0)
-    model = CifarResNet((2, 1, 1), (16, 32, 64)).eval()
+    model = CifarResNet((1, 1, 1), (16, 32, 64)).eval()
     dense = copy.deepcopy(model)
     example = torch.randn(2, 3, 16, 16)
     plan = hap.prune_(
