@@ -3,7 +3,7 @@
 import gc
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, Callable  # noqa: UP035 (see pytest_collectstart)
 
 import pytest
 
@@ -15,6 +15,7 @@ def pytest_collectstart() -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch._ops.Callable = Callable  # for annotations, read 5,000 times in an export to ONNX: this one remembers them
     if not _cuda():
         torch.manual_seed = _seed
 

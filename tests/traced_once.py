@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 import hap
 from hap.groups.groups import Groups
 from hap.io import export
+from hap.utils.plain_mapping import as_dict
 
 KNOWN = ("torch.nn.modules.", "hap.models.", "transformers.")
 """Modules of these packages compute the same where their classes, settings and shapes are the same."""
@@ -63,5 +64,5 @@ def _form(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _form_of_example(example: Any) -> tuple[Any, ...]:
-    leaves, structure = pytree.tree_flatten(example)
+    leaves, structure = pytree.tree_flatten(as_dict(example))
     return str(structure), *((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)

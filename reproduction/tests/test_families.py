@@ -75,7 +75,7 @@ SHORT_OF_TIMM: dict[str, Callable[[Any], torch.nn.Module]] = {
     "timm:mobilevit_xxs": lambda timm: _shorter_mobilevit(timm.create_model("mobilevit_xxs")),
     "timm:pvt_v2_b0": lambda timm: timm.create_model("pvt_v2_b0", depths=(1, 2, 1, 1)),
     "timm:starnet_s1": lambda timm: timm.create_model("starnet_s1", depths=(1, 1, 2, 1)),
-    "timm:test_vit": lambda timm: timm.create_model("test_vit", depth=4),
+    "timm:test_vit": lambda timm: timm.create_model("test_vit", depth=3),
 }
 GHOSTS = [
     [[3, 16, 16, 0, 1]],

@@ -292,20 +292,26 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
     tokenizer.save_pretrained(folder / "model")
+    _save_encoder(folder / "model", layers=2, heads=4)
+    assert _glue(folder).exit_code == 0
+    return folder
+
+
+def _save_encoder(folder: Path, layers: int, heads: int) -> None:
+    """A small encoder as it comes."""
+    transformers = library()
     torch.manual_seed(0)
     config = transformers.MPNetConfig(
         hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         intermediate_size=32,
         max_position_embeddings=140,
         vocab_size=20,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    transformers.MPNetForSequenceClassification(config).save_pretrained(folder / "model")
-    assert _glue(folder).exit_code == 0
-    return folder
+    transformers.MPNetForSequenceClassification(config).save_pretrained(folder)
 
 
 def _glue(folder: Path, *more: str) -> Any:
@@ -675,10 +681,11 @@ def _median_ratio(row: dict[str, Any]) -> float:
     return statistics.median(a / b for a, b in zip(row["dense"]["times"], row["pruned"]["times"], strict=True))
 
 
-def test_latency_with_and_without_heads(campaign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_with_and_without_heads(campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(head_latency.ROUNDS) == {1, 32}
     monkeypatch.setattr(head_latency, "ROUNDS", {4: 3})
-    result = _glue(campaign, "--latency")
+    _save_encoder(tmp_path / "model", layers=1, heads=8)
+    result = _glue(campaign, "--latency", "--model", tmp_path / "model")
     assert result.exit_code == 0, result.output
     record = json.loads((campaign / "results" / "latency-cpu.json").read_text())
     rows = [(row["backend"], row["batch"]) for row in record["rows"]]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import hap
+from hap.models.cifar_resnet import CifarResNet
 from hap_reproduction.post_training import cifar10, page
 from hap_reproduction.post_training.cifar10 import Reference, Setting, answered, fidelity, measure, settings
 
@@ -16,7 +17,7 @@ def reference() -> Reference:
     data = hap.data.load("digits")
     split = hap.data.Split(data.train.images[:300], data.train.labels[:300])
     small = hap.data.Data(split, data.test, data.classes, data.mean, data.std, data.name, data.pad, data.flip)
-    model = hap.models.build("digits_resnet").eval()
+    model = CifarResNet((1, 1, 1), (16, 24, 40), channels=1).eval()
     return Reference(model, small, 0.5, *(answered(model, small, mixed) for mixed in (False, True)))
 
 

@@ -8,6 +8,7 @@ import math
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from typer.testing import CliRunner
 
 import hap
 from hap.cli import app
+from hap.models import ModelInfo
+from hap.models.cifar_resnet import CifarResNet
 from hap_reproduction.zoo_sweep import ours, sweep
 from hap_reproduction.zoo_sweep.clock import Clock, OutOfTime, reason
 from hap_reproduction.zoo_sweep.models import HUGGING_FACE, Missing, build, suppress
@@ -31,7 +34,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_model_is_measured_and_counts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _checks(monkeypatch)
-    pruned, both = ours.measure("hap:digits_resnet", 0.5)
+    shallow = ModelInfo("shallow", partial(CifarResNet, (1, 1, 1), (16, 24, 40)), input_shape=(3, 8, 8))
+    monkeypatch.setitem(hap.models._ZOO, "shallow", shallow)
+    pruned, both = ours.measure("hap:shallow", 0.5)
     assert asked == [{"everywhere": True}, {}, {}, {}]  # at all places once, beside what apply_ does
     assert pruned["verified"] and pruned["macs"][1] <= 0.5 * pruned["macs"][0]
     assert pruned["counted"] == [pruned["params"][1], pruned["macs"][1]]

@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
+import test_repair
 import torch
 import torch.nn.functional as F
-from test_repair import network
 from torch import Tensor, nn
 
 import hap
@@ -14,6 +14,12 @@ from checks import assert_unchanged, snapshot
 from hap.pruning.plan_for_drop import drop_and_bound, held_out_losses
 
 HOW: dict[str, Any] = {"criterion": "magnitude", "per_cost": True}
+
+
+def network() -> tuple[nn.Module, Any, list[Any]]:
+    """A network with fewer samples than repairs are compared on."""
+    dense, example, [(x, _)] = test_repair.network()
+    return dense, example, [(x[:256], None)]
 
 
 def agreement(dense: nn.Module, count: int = 2000) -> Any:

@@ -338,6 +338,7 @@ def test_save_load_train_and_export(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, example, _ = MODELS[name]
     model = make().float()
+    example = example[:, :3]  # steps, each of which is written out in an ONNX file
     example = example.float() if example.is_floating_point() else example
     fresh = copy.deepcopy(model)
     plan = hap.prune_(model, example, criterion="magnitude", flops=0.5)

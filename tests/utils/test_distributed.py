@@ -138,7 +138,7 @@ def refusals(rank: int, sharded: nn.Module) -> list[str]:
     return said
 
 
-PRELOADED = ["hap.cli", "torch.distributed.fsdp", "torch.export._trace"]
+PRELOADED = ["hap.cli", "pytest", "torch.distributed.fsdp", "torch.export._trace", "typer.testing"]
 """What processes that are forked import once for all of them, some of it only when something is traced."""
 
 
