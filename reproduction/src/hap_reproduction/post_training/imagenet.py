@@ -49,7 +49,7 @@ class Setting:
     per_cost: bool = True
     coupling: str = "joint"
     repair: str = "refit"
-    images: int = 1024
+    images: int = 512
 
     @property
     def slug(self) -> str:
