@@ -99,7 +99,7 @@ def test_a_record_holds_setting_and_outcome(theirs: bool, images: Images, monkey
         return {"accuracy": 0.5, "top5": 0.75, "examples": len(images.rows(part))}
 
     monkeypatch.setattr(imagenet, "evaluated", right)
-    monkeypatch.setattr(imagenet, "load_library", lambda: np)
+    monkeypatch.setattr(imagenet, "version", lambda name: "1.6.1")
     monkeypatch.setattr(imagenet, "cut_to", lambda dense, *given: dense)
     model = Small().eval().to(memory_format=torch.channels_last)
     setting = Setting(
@@ -109,6 +109,7 @@ def test_a_record_holds_setting_and_outcome(theirs: bool, images: Images, monkey
     assert record["setting"]["flops"] == 0.5 and record["part"] == "test" and record["examples"] == 16
     assert record["dense"] == 0.625 and record["drop"] == 0.125 and record["top5"] == 0.75
     assert {"prune", "repair", "evaluate"} <= set(record["seconds"])
+    assert record.get("version") == ("1.6.1" if theirs else None)
     assert record["flops_left"] == 1 if theirs else 0.3 < record["flops_left"] <= 0.5
 
 
@@ -135,5 +136,5 @@ def test_each_setting_has_a_name_of_its_own() -> None:
     for choose in (True, False):
         names = [setting.slug for setting in settings(choose)]
         assert len(names) == len(set(names)) >= 8
-    assert {setting.flops for setting in settings(False)} == set(BUDGETS)
+    assert {setting.flops for setting in settings(False)} == set(BUDGETS) and len(list(settings(False))) == 16
     assert imagenet_images.SIDE == 224

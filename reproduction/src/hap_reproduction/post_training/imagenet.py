@@ -9,10 +9,12 @@ The weights are Keras' first ResNet50, so that strides, epsilon and inputs are n
 """
 
 import copy
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +31,7 @@ from hap.utils.atomic_files import write_json
 from hap.workflow.provenance import provenance
 from hap_reproduction.files import read_record
 from hap_reproduction.post_training.imagenet_images import Images, load
-from hap_reproduction.post_training.torch_pruning import CRITERIA, cut_to, gradients, load_library
+from hap_reproduction.post_training.torch_pruning import CRITERIA, cut_to, gradients
 
 BUDGETS = (0.55, 0.66, 0.4, 0.33)
 SCORED = 512
@@ -70,10 +72,14 @@ def settings(choose: bool) -> Iterator[Setting]:
                 for criterion in ("magnitude", "reconstruction"):
                     yield Setting(flops, criterion=criterion, coupling=coupling, images=256)
         return
-    for flops in BUDGETS:
-        yield Setting(flops, **CHOSEN)
-        for criterion in CRITERIA:
-            yield Setting(flops, THEIRS, criterion, per_cost=False, repair="norms")
+    first, *others = ([Setting(f, **CHOSEN), *_peers(f)] for f in BUDGETS)
+    yield from first
+    for many in (slice(0, 2), slice(2, None)):  # ours and magnitude at all budgets, then what is left
+        yield from itertools.chain.from_iterable(some[many] for some in others)
+
+
+def _peers(flops: float) -> list[Setting]:
+    return [Setting(flops, THEIRS, criterion, per_cost=False, repair="norms") for criterion in CRITERIA]
 
 
 # ---- the dense network ---------------------------------------------------------------------------------------
@@ -182,7 +188,7 @@ def _theirs(reference: Reference, batches: list[Batch], setting: Setting) -> tup
     given = reference.model, batches[0][0][:1], slope, setting.criterion, setting.flops
     model = _timed(seconds, "prune", lambda: cut_to(*given))
     _timed(seconds, "repair", lambda: estimate_norms_(model, batches))
-    return model, {"seconds": seconds, "version": load_library().__version__}
+    return model, {"seconds": seconds, "version": version("torch-pruning")}
 
 
 def _scored(batches: list[Batch]) -> list[Batch]:
