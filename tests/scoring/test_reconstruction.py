@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import hap
 from checks import assert_unchanged, snapshot
+from hap.scoring import reconstruction
 
 
 def network() -> tuple[nn.Module, Tensor, list[Any]]:
@@ -48,6 +49,16 @@ def test_each_unit_that_goes_next_is_the_one_that_least_squares_miss_least() -> 
         assert errors[unit] < 1.05 * min(errors.values()), (unit, errors)
         left.remove(unit)
     assert not {0, 1} <= set(left) or not {4, 5} <= set(left)
+
+
+@pytest.mark.parametrize("at_once", [1, 9, 20, 40])
+def test_updates_that_are_put_off_change_no_order(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, batches = network()
+    groups = hap.trace(model, x[:2])
+    usual = hap.score(model, groups, batches, None, "reconstruction")
+    monkeypatch.setattr(reconstruction, "AT_ONCE", at_once)
+    other = hap.score(model, groups, batches, None, "reconstruction")
+    assert all(torch.equal(usual[name], other[name]) for name in groups)
 
 
 def test_values_are_those_of_the_levels_in_each_group() -> None:
