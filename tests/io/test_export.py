@@ -583,10 +583,22 @@ def test_export_warns_of_a_model_that_goes_another_way_when_captured(dynamic_bat
         hap.export(tmp_path / "model.pt2", nn.Linear(4, 3), torch.randn(1, 4), dynamic_batch=dynamic_batch)
 
 
-@pytest.mark.parametrize("kind", ["plain", "norm", "unread", "tied"])
+class Shifts(nn.Module):
+    """Adds a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "unread", "tied", "constant"])
 def test_a_model_is_captured_again_only_where_that_changes_the_file(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
-    model = nn.Sequential(first, nn.BatchNorm1d(4) if kind == "norm" else nn.ReLU(), last).eval()
+    between = {"norm": nn.BatchNorm1d(4), "constant": Shifts()}.get(kind, nn.ReLU())
+    model = nn.Sequential(first, between, last).eval()
     if kind == "unread":
         model[1].unread = nn.Parameter(torch.ones(3))
     if kind == "tied":
@@ -598,3 +610,18 @@ def test_a_model_is_captured_again_only_where_that_changes_the_file(kind: str, m
     assert len(seen) == (1 if kind == "plain" else 2)
     assert torch.allclose(program.module()(x), model(x), atol=1e-6)
     assert {tuple(t.shape) for t in program.state_dict.values()} == {(4, 4), (4,)}
+    assert all(t.is_meta for t in program.module().to("meta").state_dict().values())
+    assert not program.constants
+
+
+def test_a_sparse_buffer_does_not_stop_a_capture() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("matrix", torch.eye(4).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.matrix.to_dense()
+
+    x = torch.randn(3, 4)
+    assert torch.allclose(export.capture(Sparse(), x).module()(x), x)

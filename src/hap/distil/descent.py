@@ -86,7 +86,8 @@ class Descent:
         self.model, self.dense = models
         self.samples, self.objective, self.augment, self.clock, self.tell = samples, objective, augment, clock, tell
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.wanted = Wanted(lambda x: self._compute_all(self.dense, x), samples)
+        every = [torch.arange(pool.count) for pool in samples.pools]
+        self.wanted = Wanted(lambda x: self._compute_all(self.dense, x), samples, samples.held if augment else every)
         self.batches = samples.fitted_batches()
         self.hints = self._find_hints() if hints else None
         self.history: list[tuple[float, float]] = []
@@ -219,9 +220,10 @@ class Descent:
         outputs = self._outputs_error(found, wanted)
         return outputs if self.hints is None else outputs + self.hints.error(found, wanted)
 
-    def _find_hints(self) -> Hints:
-        x = next(self.samples.held_batches()).input
-        return Hints((self.model, self.dense), lambda model: self._compute(model, x))
+    def _find_hints(self) -> Hints | None:
+        batch = next(self.samples.held_batches())
+        fewer = self.samples.without_the_last(batch)
+        return None if fewer is None else Hints((self.model, self.dense), self._compute, (batch.input, fewer.input))
 
     # ---- what is held out ---------------------------------------------------------------------------------------
 
@@ -240,7 +242,7 @@ class Descent:
         for batch in self.samples.held_batches():
             found, wanted = self._compute_all(self.model, batch.input), self.wanted.of(batch)
             objective, loss = self._outputs_error(found, wanted), self._loss(found, wanted)
-            total += len(batch.index) * torch.tensor([float(objective), float(loss)])
+            total += len(batch.index) * torch.tensor([float(objective), float(loss)], dtype=torch.float64)
             count += len(batch.index)
         value, loss = (total / count).tolist()
         return value, loss

@@ -1,6 +1,6 @@
 """Calibration inputs as mini-batches drawn at random, and what the dense model returns for them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ class Samples:
             for part in pool.parts(index, self.size) if len(index) else ():
                 yield Batch(number, part, pool.take(part))
 
+    def without_the_last(self, batch: Batch) -> Batch | None:
+        """The same batch less one sample; None if none would be left, or samples cannot be told apart."""
+        pool, index = self.pools[batch.pool], batch.index[:-1]
+        return None if pool.whole or not len(index) else Batch(batch.pool, index, pool.take(index))
+
     def fitted_batches(self) -> Iterator[Batch]:
         """Mini-batches of the other samples without end, drawn by torch's own generator: all, and all again."""
         while True:
@@ -96,38 +101,47 @@ def _joined(inputs: list[Any], whole: bool) -> Pool:
 
 
 class Wanted:
-    """What the dense model returns for samples as they were given, computed once where memory allows."""
+    """What the dense model returns for samples as they were given, computed once where memory allows.
 
-    def __init__(self, compute: Callable[[Any], list[Tensor]], samples: Samples):
+    `rows` are the samples of each pool that it will be asked for.
+    """
+
+    def __init__(self, compute: Callable[[Any], list[Tensor]], samples: Samples, rows: Sequence[Tensor]):
         self.compute, self.samples = compute, samples
-        self.known = [torch.zeros(pool.count, dtype=torch.bool) for pool in samples.pools]
+        self.place = [torch.full((pool.count,), -1) for pool in samples.pools]
+        for place, row in zip(self.place, rows, strict=True):
+            place[row] = torch.arange(len(row))
+        self.known = [torch.zeros(len(row), dtype=torch.bool) for row in rows]
         self.kept: list[list[Tensor] | None] = [None for _ in samples.pools]
         self.room = LARGEST_MEMORY
 
     def of(self, batch: Batch) -> list[Tensor]:
-        kept, known = self.kept[batch.pool], self.known[batch.pool]
-        if kept is not None and bool(known[batch.index].all()):
-            return [t[batch.index.to(t.device)] for t in kept]
+        kept, known, place = self.kept[batch.pool], self.known[batch.pool], self.place[batch.pool][batch.index]
+        if kept and bool(known[place].all()):
+            return [t[place.to(t.device)] for t in kept]
         found = self.compute(batch.input)
         if kept is None:
             kept = self.kept[batch.pool] = self._space(found, batch)
-        if kept is not None and self._by_sample(found, batch):
+        if kept and all(len(values) == len(place) for values in found):
             for space, values in zip(kept, found, strict=True):
-                space[batch.index.to(space.device)] = values
-            known[batch.index] = True
+                space[place.to(space.device)] = values
+            known[place] = True
         return found
 
-    def _by_sample(self, found: list[Tensor], batch: Batch) -> bool:
-        whole = self.samples.pools[batch.pool].whole
-        return not whole and all(t.ndim and len(t) == len(batch.index) for t in found)
-
-    def _space(self, found: list[Tensor], batch: Batch) -> list[Tensor] | None:
-        """Where the outputs for all samples of a pool will stand; None if that is too much."""
-        if not self._by_sample(found, batch):
-            return None
-        count = self.samples.pools[batch.pool].count
+    def _space(self, found: list[Tensor], batch: Batch) -> list[Tensor]:
+        """Where the outputs for all rows of a pool will stand; nothing if that is too much, or if they do not lie one
+        sample after the other."""
+        fewer = self.samples.without_the_last(batch)
+        count = len(self.known[batch.pool])
         needed = count * sum(t.numel() for t in found) // len(batch.index)
-        if needed > self.room:
-            return None
+        if fewer is None or needed > self.room:
+            return []
+        if not all(has_samples_first(*pair) for pair in zip(found, self.compute(fewer.input), strict=True)):
+            return []
         self.room -= needed
         return [t.new_empty(count, *t.shape[1:]) for t in found]
+
+
+def has_samples_first(values: Tensor, fewer: Tensor) -> bool:
+    """Whether the first axis is that of the samples: `fewer` are the values without the last sample."""
+    return 0 < values.ndim == fewer.ndim and len(fewer) == len(values) - 1 and values.shape[1:] == fewer.shape[1:]

@@ -14,11 +14,17 @@ _TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.
 
 
 def has_nothing_to_fold(program: ExportedProgram) -> bool:
-    """Whether a program has no BatchNorm, and of its tensors only those that it reads, each once."""
+    """Whether a program has no BatchNorm, and its tensors are parameters and buffers that it reads, each once.
+
+    Constants are made buffers by a second capture, which then move to another device with the rest.
+    """
     norms = program.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     unread = [node for node in program.graph.find_nodes(op="placeholder") if not node.users]
-    places = [tensor.data_ptr() for tensor in program.state_dict.values()]
-    return not norms and not unread and len(places) == len(set(places))
+    tensors = list(program.state_dict.values())
+    if norms or unread or program.graph_signature.lifted_tensor_constants:
+        return False
+    strided = all(tensor.layout is torch.strided for tensor in tensors)
+    return strided and len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
 def fold_batchnorms(module: fx.GraphModule) -> fx.GraphModule:

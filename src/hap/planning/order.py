@@ -100,9 +100,10 @@ class Order:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Order:
         known = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(values, Mapping) or set(values) != known:
-            seen = sorted(set(values) ^ known) if isinstance(values, Mapping) else type(values).__name__
-            raise HapError(f"{NOT_OURS}: fields {seen} are missing or unknown")
+        if not isinstance(values, Mapping):
+            raise HapError(f"{NOT_OURS}: expected an object of JSON, not {type(values).__name__}")
+        if set(values) != known:
+            raise HapError(f"{NOT_OURS}: fields {sorted(set(values) ^ known)} are missing or unknown")
         return cls(**values)
 
     def to_json(self) -> str:

@@ -39,8 +39,9 @@ def order(
     """
     check_given(model, example)
     criterion = as_criterion(criterion)
+    ignore = ignore if isinstance(ignore, str) else tuple(ignore)
     with outside_inference(model):
         groups, _ = traced(model, example, None, coupling, ignore, stream)
         scores = score(model, groups, batches, loss, criterion)
-    choices = {"per_cost": per_cost, "coupling": coupling, "stream": stream, "ignore": tuple(ignore)}
+    choices = {"per_cost": per_cost, "coupling": coupling, "stream": stream, "ignore": ignore}
     return Order.of(scores, criterion, **choices)

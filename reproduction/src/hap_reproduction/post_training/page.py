@@ -112,7 +112,7 @@ def _about_resnet56(records: Sequence[Record]) -> str:
     dense = {r["network"]: r["dense"] for r in records}
     named = ", ".join(f"{name} {100 * value:.2f}%" for name, value in sorted(dense.items()))
     return (
-        f"Dense networks: {named}; ours-0 to ours-2 were trained by `hap reproduce`, akamaster by others. Accuracy on "
+        f"Dense networks: {named}; those named ours were trained by `hap reproduce`. Accuracy on "
         f"{records[0]['examples']:,} test images. The images that networks are pruned and repaired on are training "
         "images, without their labels but for criteria that need a loss."
     )
@@ -123,7 +123,8 @@ def _about_resnet50(records: Sequence[Record]) -> str:
         f"Keras' first weights, {100 * records[0]['dense']:.2f}% on {records[0]['examples']:,} test images "
         "(`python -m hap_reproduction.post_training.imagenet`). Images are five of each class of the validation set of "
         "ImageNet, from `ndb796/Small-ImageNet-Validation-Dataset-1000-Classes`. Of each class, in the order of names, "
-        "1 and 2 calibrate without labels, 3 was held out to choose by, and 4 and 5 are test images. Torch-Pruning "
+        "1 and 2 calibrate (labels are read by Taylor scores alone), 3 was held out to choose by, and 4 and 5 are test "
+        "images. Torch-Pruning "
         "starts from the same weights, and its BatchNorms are estimated again on the same images. Rows differ in what "
         "is removed and in the repair: they do not say how much is due to which. What has no figure has not run."
     )
@@ -132,9 +133,9 @@ def _about_resnet50(records: Sequence[Record]) -> str:
 def _about_choosing(records: Sequence[Record]) -> str:
     names, least = ", ".join(sorted({r["network"] for r in records})), 100 * min(r["dense"] for r in records)
     return (
-        f"{records[0]['examples']:,} training images were held out of everything else. Networks know these: of them "
-        f"{names} has at least {least:.2f}% right. So *mixed* counts equal answers to mixtures of two such images, of "
-        "which no network is certain."
+        f"{records[0]['examples']:,} training images were held out of everything else. Networks know these (right "
+        f"answers of {names}: at least {least:.2f}%). So *mixed* counts equal answers to mixtures of two such images, "
+        "of which no network is certain."
     )
 
 
