@@ -74,7 +74,7 @@ class Samples:
                 yield Batch(number, part, pool.take(part))
 
     def without_the_last(self, batch: Batch) -> Batch | None:
-        """The same batch less one sample; None if none would be left, or samples cannot be told apart."""
+        """A batch without its last sample; None if none would be left, or samples cannot be told apart."""
         pool, index = self.pools[batch.pool], batch.index[:-1]
         return None if pool.whole or not len(index) else Batch(batch.pool, index, pool.take(index))
 
