@@ -1,4 +1,7 @@
-"""Rules for operators that work element by element: operands share labels position by position."""
+"""Rules for operators that work element by element: operands share labels position by position.
+
+Which operators these are, and what else is known of them, is in the table of `graph/operator_families.py`.
+"""
 
 from typing import Any
 
