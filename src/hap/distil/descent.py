@@ -69,7 +69,8 @@ def next_number(values: dict[int, float]) -> int | None:
 class Descent:
     """A pruned model on its way to what the dense one returns, in eval mode, by Adam. `tell` hears of progress.
 
-    With `hints` it learns what modules inside return as well. What is held out is looked at for the outputs alone.
+    With `hints` it learns what modules inside return as well: rates are compared by that, too, and the best weights are
+    those whose outputs are best.
     `history` holds the share of the budget that was used at each look, and the objective on what is held out.
     """
 
@@ -188,7 +189,8 @@ class Descent:
             x = batch.input if self.augment is None else self.augment(batch.input)
             wanted = self.wanted.of(batch) if self.augment is None else self._compute_all(self.dense, x)
         with torch.enable_grad():
-            loss = self._loss(self._compute_all(self.model, x), wanted)
+            objective, hints = self._errors(self._compute_all(self.model, x), wanted)
+            loss = objective + hints
         self.clock.steps += 1
         if not loss.requires_grad:
             raise HapError(
@@ -211,14 +213,12 @@ class Descent:
             return self._compute(model, x)
         return self.hints.after(model, lambda model: self._compute(model, x))
 
-    def _outputs_error(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    def _errors(self, found: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, Tensor | float]:
+        """The objective, and the error of the hints. Their sum is the loss."""
         if self.hints is None:
-            return self.objective(found, wanted)
-        return self.objective(self.hints.outputs(found), self.hints.outputs(wanted))
-
-    def _loss(self, found: list[Tensor], wanted: list[Tensor]) -> Tensor:
-        outputs = self._outputs_error(found, wanted)
-        return outputs if self.hints is None else outputs + self.hints.error(found, wanted)
+            return self.objective(found, wanted), 0.0
+        outputs = self.objective(self.hints.outputs(found), self.hints.outputs(wanted))
+        return outputs, self.hints.error(found, wanted)
 
     def _find_hints(self) -> Hints | None:
         batch = next(self.samples.held_batches())
@@ -241,8 +241,8 @@ class Descent:
         total, count = torch.zeros(2, dtype=torch.float64), 0
         for batch in self.samples.held_batches():
             found, wanted = self._compute_all(self.model, batch.input), self.wanted.of(batch)
-            objective, loss = self._outputs_error(found, wanted), self._loss(found, wanted)
-            total += len(batch.index) * torch.tensor([float(objective), float(loss)], dtype=torch.float64)
+            objective, hints = map(float, self._errors(found, wanted))
+            total += len(batch.index) * torch.tensor([objective, objective + hints], dtype=torch.float64)
             count += len(batch.index)
         value, loss = (total / count).tolist()
         return value, loss
